@@ -254,6 +254,7 @@ class LLMEngine:
             max_cached_tokens=max_num_cached_tokens,
             prefill_chunk=prefill_chunk,
             exact=llm.exact,
+            reuse_prefix=reuse and target.engine == "compiled",  # the same bits, whatever was read before
         )
         self._rows: dict[str, list[int]] = {}
         self._made: list[RequestOutput] = []  # and not handed out, since `on_round` raised

@@ -107,8 +107,10 @@ class SpeculativeConfig:
             and "tree" (second choices beside first ones); default: all.
         corpus: a file that `selfspec corpus build` wrote, or an open `selfspec.Datastore`, for lookup.
         reuse_responses: look drafts up in the responses that this LLM finished before, too, 200,000 tokens of them, the
-            least recently used out first. Tokens never change, but the speed of a request can tell that a similar text
-            was written before: turn it off where requests must not learn of each other.
+            least recently used out first; those of requests with `speculative=False` are among them. Tokens never
+            change, but the speed of a request can tell that a similar text was written before: turn it off where
+            requests must not learn of each other. An engine (`LLM.engine`) with compiled layers also keeps the keys and
+            values of the sequence that ended last, for a prompt that begins with the same tokens.
         learn: train exit heads on refused drafts meanwhile; True, or a `selfspec.learn.Learner` of this model.
 
     Raises:

@@ -94,8 +94,6 @@ class Target:
             raise ValueError(f"exit_heads must be selfspec.ExitHeads or None, got {exit_heads!r}")
         self.learner: Learner | None = None
         """The one that `learn=True` made, and goes on with."""
-        self.responses = Responses()
-        """Finished responses of the calls that reuse them."""
         self._exit_heads = exit_heads
         self._open()
 
@@ -112,12 +110,14 @@ class Target:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.learner, self.responses = None, Responses()
+        self.learner = None
         self._file = None  # copies of the weights are in no file
         self._open()
 
     def _open(self) -> None:
         self._state = copied_state(self.model)
+        self.responses = Responses()
+        """Finished responses of the calls that reuse them; another model may not know their tokens."""
         self.stack = Stack(self.model, self._attention, self._file)
         refuse_autocast(self.stack.device)
         if not self._check:

@@ -8,6 +8,7 @@ DRAFTING = (
     "num_draft_tokens",
     "drafts",
     "datastore",
+    "reuse_responses",
     "max_batch_size",
     "learn",
     "exact",

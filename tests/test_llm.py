@@ -208,6 +208,58 @@ def test_requests_do_not_learn_of_each_other_where_that_is_turned_off(model):
         SpeculativeConfig(reuse_responses="no")
 
 
+def asked(engine, prompt, params):
+    """The output of an engine's request, and the tokens of its prompt that were in the cache."""
+    rounds, tokens, logprobs = [], [], []
+    engine.add_request("a", prompt, params)
+    while engine.has_unfinished_requests():
+        for output in engine.step(rounds.append):
+            tokens += output.outputs[0].token_ids
+            logprobs += output.outputs[0].logprobs
+    [done] = [row.completion for round_ in rounds for row in round_.rows if row.completion is not None]
+    return (tokens, logprobs), done.num_cached_tokens
+
+
+@pytest.mark.parametrize("way", ["compiled", "exact", "views", "off", "edited", "inference"])
+def test_an_engine_reads_the_document_of_two_questions_once_where_no_bit_can_change(way):
+    with torch.inference_mode(way == "inference"):
+        model = build("llama")
+    assert model.lm_head.weight.is_inference() == (way == "inference")
+    reuses = {"reuse_responses": way != "off"}
+    how = {"backend": "views" if way == "views" else "compiled", "exact": way == "exact"}
+    llm = LLM(model, **how, speculative=SpeculativeConfig(**PLD, **reuses))
+    document, params = make_prompts([40])[0], SamplingParams(max_tokens=12, logprobs=2, ignore_eos=True)
+    engine = llm.engine(max_num_seqs=2, max_num_cached_tokens=128)
+    first, found = asked(engine, [*document, 5, 6], params)
+    assert found == 0
+    if way in ("edited", "inference"):
+        with torch.inference_mode(way == "inference"), torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight.mul_(1.5)
+    second, found = asked(engine, [*document, 7, 8, 9], params)
+    assert found == (40 if way in ("compiled", "exact") else 0)
+    plain = LLM(model, **how, speculative=SpeculativeConfig(policy="plain"))
+    wanted, _ = asked(plain.engine(), [*document, 7, 8, 9], params)
+    assert (second == wanted or (way == "views" and second[0] == wanted[0])) and second != first
+    several = [document, *PROMPTS, [*document, *PROMPTS[0]]]  # more than its places, so that what is kept must go
+    for i, prompt in enumerate(several):
+        engine.add_request(str(i), prompt, params)
+    tokens = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            tokens.setdefault(int(output.request_id), []).extend(output.outputs[0].token_ids)
+    assert [[tokens[i]] for i in range(len(several))] == tokens_of(plain.generate(several, params))
+
+
+@pytest.mark.parametrize("backend", ["views", "compiled"])
+def test_a_model_with_fewer_tokens_drafts_none_of_those_it_lost(backend):
+    model, params = build("llama"), SamplingParams(max_tokens=8, ignore_eos=True)
+    llm = LLM(model, backend=backend, speculative=SpeculativeConfig(**PLD))
+    llm.target.responses.add([5, 6], [90, 91, 92])
+    model.resize_token_embeddings(60)
+    wanted = LLM(model, backend=backend, speculative=SpeculativeConfig(policy="plain")).generate([5, 6], params)
+    assert tokens_of(llm.generate([5, 6], params)) == tokens_of(wanted)
+
+
 def test_several_threads_share_responses(model):
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     llm = LLM(model, speculative=SpeculativeConfig(**PLD))

@@ -98,12 +98,12 @@ def _opening(facts: CardFacts) -> str:
 
 
 def _chat_data(facts: CardFacts) -> str:
-    chats = facts.config.chats
+    text = facts.config.text
     lines = _bullets(
-        f"""Source: {facts.origin}. A user's turn of at most {chats.max_prompt_tokens} tokens is sampled at temperature
-        1 after the beginning of the chat template; the answer of at most {chats.max_answer_tokens} tokens is written
-        at the temperatures {", ".join(f"{each:g}" for each in chats.temperatures)} in turn; seed {chats.seed}.""",
-        f"""Held out: {chats.num_held_out} conversations ({facts.held_out_tokens:,} tokens); none of their prompts is
+        f"""Source: {facts.origin}. A user's turn of at most {text.prompt_tokens} tokens is sampled at temperature
+        1 after the beginning of the chat template; the answer of at most {text.max_new_tokens} tokens is written
+        at the temperatures {", ".join(f"{each:g}" for each in text.temperatures)} in turn; seed {text.seed}.""",
+        f"""Held out: {text.num_held_out} conversations ({facts.held_out_tokens:,} tokens); none of their prompts is
         trained on.""",
         f"""To train on: {facts.train_tokens:,} tokens an epoch, the loss on the answers alone. Conversations are packed
         into windows, an end-of-text token between them.""",
@@ -127,7 +127,7 @@ def _text_data(facts: CardFacts) -> str:
 
 def _data(facts: CardFacts) -> str:
     corpus, config = facts.corpus, facts.config.corpus
-    if facts.config.chats.num_chats:
+    if facts.config.text.num_texts:
         return _chat_data(facts)
     if corpus is None:
         return _text_data(facts)
@@ -234,7 +234,7 @@ def _quality(facts: CardFacts) -> str:
 
 def _continued(facts: CardFacts) -> str:
     measured = facts.config.eval
-    if facts.config.chats.num_chats:
+    if facts.config.text.num_texts:
         return "answers to held-out prompts"
     what = "code" if facts.corpus else "text"
     return f"continuations of {measured.prompt_tokens} tokens of held-out {what}"
@@ -248,7 +248,7 @@ def _whole_model(facts: CardFacts) -> str:
     def add(name: str, value: Callable[[ExitQuality], str]) -> None:
         rows.append((name, "" if before is None else value(before), value(after)))
 
-    if facts.config.chats.num_chats:
+    if facts.config.text.num_texts:
         what = f"perplexity of the base model's held-out answers ({after.loss_tokens:,} tokens)"
         add(what, lambda found: f"{math.exp(found.loss[-1]):.3f}")
     if after.docstring_tokens:

@@ -9,7 +9,6 @@ from typing import Any
 
 from train.config_file import build, read_file
 from train.sections import (
-    ChatConfig,
     CorpusConfig,
     DataConfig,
     EvalConfig,
@@ -18,6 +17,7 @@ from train.sections import (
     ModelConfig,
     OptimConfig,
     RunConfig,
+    TextConfig,
     check,
 )
 
@@ -32,7 +32,7 @@ class TrainConfig:
 
     corpus: CorpusConfig = field(default_factory=CorpusConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    chats: ChatConfig = field(default_factory=ChatConfig)
+    text: TextConfig = field(default_factory=TextConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     exits: ExitConfig = field(default_factory=ExitConfig)
@@ -46,7 +46,7 @@ class TrainConfig:
             check(self.optim.kind == "adamw", "optim.kind", "adamw where lora.rank is above 0", self.optim.kind)
         if self.exits.teacher == "base":
             check(self.lora.rank > 0, "exits.teacher", "last where lora.rank is 0", "base")
-        if self.data.streaming or self.data.messages_field or self.chats.num_chats:
+        if self.data.streaming or self.data.messages_field or self.text.num_texts:
             needed = "a model with a tokenizer where data is streamed or holds conversations"
             check(bool(self.model.base), "model.base", needed, self.model.base)
         if not self.model.base:
@@ -65,8 +65,8 @@ class TrainConfig:
         check(self.run.exit_layer < num_layers, "run.exit_layer", f"below {source} = {num_layers}", self.run.exit_layer)
         highest = max(self.lora.layers_to_transform, default=0)
         check(highest < num_layers, "lora.layers_to_transform", f"below {source} = {num_layers}", highest)
-        chat = self.chats.max_prompt_tokens + self.chats.max_answer_tokens if self.chats.num_chats else 0
-        check(chat < positions, "chats.max_answer_tokens", f"short enough for {positions} positions", chat)
+        length = self.text.prompt_tokens + self.text.max_new_tokens if self.text.num_texts else 0
+        check(length < positions, "text.max_new_tokens", f"short enough for {positions} positions", length)
         lengths = {"window": self.eval.window, "prompt_tokens": self.eval.prompt_tokens + self.eval.new_tokens}
         for name, tokens in lengths.items():
             check(1 < tokens <= positions, f"eval.{name}", f"short enough for {positions} positions", tokens)
@@ -89,7 +89,7 @@ def parse_config(content: Any) -> TrainConfig:
     """
     config = build(TrainConfig, content)
     sources = {"data.path": config.data.path, "the section corpus": content.get("corpus")}
-    given = [name for name, value in {**sources, "chats.num_chats": config.chats.num_chats}.items() if value]
+    given = [name for name, value in {**sources, "text.num_texts": config.text.num_texts}.items() if value]
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} exclude each other; remove one of them")
     if content.get("data") and not config.data.path:

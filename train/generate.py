@@ -9,19 +9,23 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from selfspec.kernels.gumbel import gumbel
 from train.backbone import plain_model
 
 
-class RowTemperatures(LogitsProcessor):
-    """Divides the logits of every row by its own temperature; at 0, all but the largest become -inf."""
+class RowNoise(LogitsProcessor):
+    """Adds noise to every row's logits, so that the largest one is a sample at its temperature; none at 0.
 
-    def __init__(self, temperatures: Tensor) -> None:
-        self.temperatures = temperatures[:, None]
+    The noise is that of selfspec's engine: a row depends on its seed, not on its neighbours.
+    """
+
+    def __init__(self, temperatures: Tensor, seeds: Tensor, padding: Tensor) -> None:
+        self.temperatures, self.seeds, self.padding = temperatures[:, None], seeds, padding
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
-        best = scores.argmax(-1, keepdim=True)
-        greedy = torch.full_like(scores, float("-inf")).scatter(-1, best, 0.0)
-        return torch.where(self.temperatures > 0, scores / self.temperatures.clamp(min=1e-3), greedy)
+        noise = gumbel(self.seeds, input_ids.shape[1] - self.padding, scores.shape[1])
+        sampled = scores.float() / self.temperatures.clamp(min=1e-3) + noise
+        return torch.where(self.temperatures > 0, sampled, scores.float())
 
 
 def continue_prompts(
@@ -29,6 +33,7 @@ def continue_prompts(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     temperatures: Sequence[float] = (),
+    seeds: Sequence[int] = (),
     ends: Sequence[int] = (),
 ) -> list[list[int]]:
     """Continue prompts in one batch; return the new tokens of each, up to an end token, which is included.
@@ -37,25 +42,26 @@ def continue_prompts(
 
     Args:
         prompts: token ids, at least one each.
-        temperatures: one per prompt; default: greedy. Samples come from torch's global generator.
-        ends: tokens after which a continuation ends; default: the model's end-of-text tokens.
+        temperatures, seeds: one per prompt; default: greedy.
+        ends: tokens after which a continuation ends, besides the model's end-of-text tokens.
     """
     plain: Any = plain_model(model)
-    device, stops = next(plain.parameters()).device, list(ends or end_tokens(plain))
+    device, stops = next(plain.parameters()).device, [*end_tokens(plain), *ends]
     longest = max(len(prompt) for prompt in prompts)
-    tokens = torch.tensor([[stops[0]] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-    sampled = any(temperature > 0 for temperature in temperatures)
+    padding = [longest - len(prompt) for prompt in prompts]
+    tokens = torch.tensor([[stops[0]] * n + list(own) for n, own in zip(padding, prompts, strict=True)], device=device)
+    mask = torch.tensor([[0] * n + [1] * (longest - n) for n in padding], device=device)
     settings = GenerationConfig(
         max_new_tokens=max_new_tokens,
-        do_sample=sampled,
-        **({"temperature": 1.0, "top_k": 0, "top_p": 1.0} if sampled else {}),
+        do_sample=False,
         repetition_penalty=1.0,
         no_repeat_ngram_size=0,
         eos_token_id=stops,
         pad_token_id=stops[0],
     )
-    processors = [RowTemperatures(torch.tensor(list(temperatures), device=device))] if sampled else []
+    processors = []
+    if any(temperature > 0 for temperature in temperatures):
+        processors = [RowNoise(*(torch.tensor(list(each), device=device) for each in (temperatures, seeds, padding)))]
     with torch.no_grad():
         whole = plain.generate(
             tokens, attention_mask=mask, generation_config=settings, logits_processor=LogitsProcessorList(processors)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from train.config_file import build
-from train.sections import DataConfig, check, check_least, check_positive
+from train.sections import DataConfig, TextConfig, check, check_least, check_positive
 
 MAY_DIFFER = ("heads.output", "text.batch_size", "training.save_steps", "training.log_steps", "training.lr")
 """Keys that may differ when a run is resumed; after a loss of NaN, for example, with a lower lr."""
@@ -27,26 +27,6 @@ class HeadsConfig:
         check(bool(self.model), "heads.model", "demo, smollm2, a folder, a .gguf file or a hub id", self.model)
         check(min(self.exits, default=1) >= 1, "heads.exits", "a list of layer counts from 1", list(self.exits))
         check_least("heads", self, 0, "inner_size")
-
-
-@dataclass(frozen=True, slots=True)
-class TextConfig:
-    """What the heads learn from: text that the model writes after prompts, its own or those of section `data`."""
-
-    prompt_tokens: int = 64
-    num_texts: int = 512
-    num_held_out: int = 64
-    max_new_tokens: int = 128
-    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
-    batch_size: int = 64
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_least("text", self, 1, "num_texts", "num_held_out", "max_new_tokens", "batch_size")
-        check_least("text", self, 1, "prompt_tokens")
-        check_least("text", self, 0, "seed")
-        warm = self.temperatures
-        check(bool(warm) and min(warm) >= 0, "text.temperatures", "a list of temperatures from 0", list(warm))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +62,11 @@ class HeadsRun:
 
     heads: HeadsConfig = field(default_factory=HeadsConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    text: TextConfig = field(default_factory=TextConfig)
+    text: TextConfig = field(default_factory=lambda: TextConfig(num_texts=512))
     training: TrainingConfig = field(default_factory=TrainingConfig)
+
+    def __post_init__(self) -> None:
+        check_least("text", self.text, 1, "num_texts")
 
     def exits_of(self, num_layers: int) -> tuple[int, ...]:
         """The exits of a model, rising; unless named, about 1/8, 1/4, 3/8 and 1/2 of its layers.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,54 +13,6 @@ from train.errors import RunFailed
 from train.heads_config import MAY_DIFFER, HeadsRun
 
 CHECKPOINT, TEXTS = "exit_heads.checkpoint.pt", "exit_heads.texts.jsonl"
-
-
-class Task(NamedTuple):
-    """A prompt to continue. The output depends on these fields and the model alone."""
-
-    prompt: tuple[int, ...]
-    count: int  # new tokens, at most
-    temperature: float
-    seed: int
-
-
-class Written:
-    """What a model wrote so far, by task; every output is in the file as soon as it is added.
-
-    A file of a model with other weights is begun anew, and a line that a killed run left unfinished does not count.
-
-    Raises:
-        RunFailed: the file cannot be read or written.
-    """
-
-    def __init__(self, file: Path, weights: str) -> None:
-        self._file, self._known = file, dict[Task, list[int]]()
-        try:
-            content = file.read_bytes() if file.is_file() else b""
-            head, *lines = content.split(b"\n")[:-1] or [b""]
-            if head != (begin := json.dumps({"weights": weights}).encode()):
-                file.write_bytes(begin + b"\n")
-                return
-            for line in lines:
-                prompt, count, temperature, seed, tokens = json.loads(line)
-                self._known[Task(tuple(prompt), count, temperature, seed)] = tokens
-            with file.open("rb+") as opened:
-                opened.truncate(content.rindex(b"\n") + 1)
-        except (OSError, ValueError) as problem:
-            raise RunFailed(f"cannot keep texts in {file}: {problem}; remove it or free space") from problem
-
-    def get(self, task: Task) -> list[int] | None:
-        """The output of a task; None: it is not written yet."""
-        return self._known.get(task)
-
-    def add(self, task: Task, tokens: Sequence[int]) -> None:
-        """Keep the output of a task."""
-        self._known[task] = list(tokens)
-        try:
-            with self._file.open("a") as opened:
-                opened.write(json.dumps([*task, list(tokens)]) + "\n")
-        except OSError as problem:
-            raise RunFailed(f"cannot write {self._file}: {problem}; free space and use --resume") from problem
 
 
 def write_checkpoint(folder: Path, state: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from selfspec.model.draft_vocabulary import Frequencies, Subset
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.stack import Stack
 from train.heads_states import Batch, chunks, run_texts, with_rest
-from train.heads_text import Text
+from train.samples import Sample
 
 OVERLAP_WEIGHT = 0.9  # of 1 - sum min(p, q) in the loss; the rest is cross-entropy
 
@@ -27,7 +27,7 @@ class Agreement(NamedTuple):
     """Mean of the sum over tokens of min(p, q), at temperature 1: acceptance when sampling (arXiv 2211.17192)."""
 
 
-def draft_subset(stack: Stack, texts: Sequence[Text]) -> Subset | None:
+def draft_subset(stack: Stack, texts: Sequence[Sample]) -> Subset | None:
     """The tokens that drafts are over by default, from their frequencies in texts; None: the whole vocabulary."""
     size = stack.default_draft_vocab
     if size is None:
@@ -79,7 +79,7 @@ def exit_losses(stack: Stack, heads: ExitHeads, batch: Batch, subset: Subset | N
 
 @torch.no_grad()
 def measure(
-    stack: Stack, heads: ExitHeads | None, texts: Sequence[Text], exits: Sequence[int], subset: Subset | None
+    stack: Stack, heads: ExitHeads | None, texts: Sequence[Sample], exits: Sequence[int], subset: Subset | None
 ) -> dict[int, Agreement]:
     """Agreement of exits with the whole model on texts, at positions that the model wrote, as in drafting.
 

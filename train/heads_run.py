@@ -19,10 +19,12 @@ from train.config_file import plain
 from train.errors import RunFailed
 from train.heads_card import Facts, table, write_card
 from train.heads_config import HeadsRun
-from train.heads_files import CHECKPOINT, TEXTS, Written, read_checkpoint, write_checkpoint
+from train.heads_files import CHECKPOINT, TEXTS, read_checkpoint, write_checkpoint
 from train.heads_loss import draft_subset, exit_losses, measure
 from train.heads_states import Stream
-from train.heads_text import count_positions, gather_texts
+from train.heads_text import gather_texts
+from train.samples import count_positions
+from train.written import Written
 
 
 def train_heads(config: HeadsRun, command: str = "", resume: bool = False) -> Path:

@@ -13,7 +13,7 @@ from selfspec.model.fingerprint import hidden_size_of
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.stack import Stack, Taps
 from train.heads_config import TrainingConfig
-from train.heads_text import Text, count_positions
+from train.samples import Sample, count_positions
 
 TOKENS_PER_CALL = 4096
 CUDA_PAGE_SIZE = 64
@@ -37,7 +37,7 @@ class Batch(NamedTuple):
     log_probs: Tensor  # float32 [N, k + 1] of these tokens and, last, of all others together
 
 
-def run_texts(stack: Stack, texts: Sequence[Text], exits: Sequence[int]) -> Iterator[States]:
+def run_texts(stack: Stack, texts: Sequence[Sample], exits: Sequence[int]) -> Iterator[States]:
     """Run the model over texts, several per call, and yield the states at each text's `positions`, in order."""
     for group in _groups([len(text.tokens) for text in texts]):
         tokens = [token for i in group for token in texts[i].tokens]
@@ -76,7 +76,7 @@ def chunks(stack: Stack, num: int) -> Iterator[slice]:
     return (slice(at, at + size) for at in range(0, num, size))
 
 
-def collect(stack: Stack, texts: Sequence[Text], exits: Sequence[int], top_k: int) -> Batch:
+def collect(stack: Stack, texts: Sequence[Sample], exits: Sequence[int], top_k: int) -> Batch:
     """Collect what heads learn from in one batch on the host, with 16-bit hidden states and float16 log-probabilities.
 
     Args:
@@ -115,7 +115,7 @@ class Stream:
         ValueError: the texts hold fewer positions than one batch.
     """
 
-    def __init__(self, stack: Stack, texts: Sequence[Text], exits: Sequence[int], training: TrainingConfig) -> None:
+    def __init__(self, stack: Stack, texts: Sequence[Sample], exits: Sequence[int], training: TrainingConfig) -> None:
         self.stack, self.texts, self.exits, self.config = stack, texts, tuple(exits), training
         self.num_positions, size = count_positions(texts), training.tokens_per_batch
         if self.num_positions < size:

@@ -75,7 +75,7 @@ def gather(config: TrainConfig, tokenizer: PreTrainedTokenizerFast | None = None
     """
     if config.model.base and tokenizer is None:
         tokenizer = load_tokenizer(config.model.base)
-    if config.chats.num_chats and tokenizer:
+    if config.text.num_texts and tokenizer:
         return _chats(config, tokenizer)
     if config.data.path:
         return _stream(config, tokenizer) if config.data.streaming and tokenizer else _texts(config, tokenizer)
@@ -86,7 +86,7 @@ def gather(config: TrainConfig, tokenizer: PreTrainedTokenizerFast | None = None
 
 
 def _chats(config: TrainConfig, tokenizer: PreTrainedTokenizerFast) -> Material:
-    train, held_out = read_chats(config)
+    train, held_out = read_chats(config, tokenizer)
     end = int(tokenizer.eos_token_id)
     documents, kept = (tuple(chat.document(end) for chat in chats) for chats in (train, held_out))
     origin = "the base model's own conversations"

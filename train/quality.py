@@ -70,7 +70,7 @@ def base_quality(config: TrainConfig, material: Material) -> ExitQuality | None:
     if not config.model.base:
         return None
     file, settings = Path(config.run.output) / BASE_QUALITY, plain(config)
-    about = {name: settings[name] for name in ("corpus", "data", "chats", "model", "eval")}
+    about = {name: settings[name] for name in ("corpus", "data", "text", "model", "eval")}
     if file.is_file():
         saved = json.loads(file.read_text("utf-8"))
         if saved["about"] == about:

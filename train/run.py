@@ -20,7 +20,7 @@ from train.models import start_model
 from train.quality import base_quality
 from train.trainer import EarlyExitTrainer
 
-CHATS_SHARE = 0.25  # of run.max_minutes that chats may take
+TEXT_SHARE = 0.25  # of run.max_minutes that writing texts may take
 EXPORT_SECONDS = 30.0  # of run.max_minutes that are kept for loading and writing
 
 
@@ -59,8 +59,8 @@ def train(config: TrainConfig, resume: bool = False) -> EarlyExitTrainer:
     begun, limit = time.monotonic(), 60 * config.run.max_minutes
     checkpoint = checkpoint_to_resume(config) if resume else None
     Path(config.run.output).mkdir(parents=True, exist_ok=True)
-    if config.chats.num_chats and not checkpoint:  # a run that is resumed keeps its data
-        write_chats(config, load_tokenizer(config.model.base), CHATS_SHARE * limit)
+    if config.text.num_texts and not checkpoint:  # a run that is resumed keeps its data
+        write_chats(config, load_tokenizer(config.model.base), TEXT_SHARE * limit)
     material = gather(config)
     measuring = time.monotonic()
     base_quality(config, material)
@@ -68,8 +68,8 @@ def train(config: TrainConfig, resume: bool = False) -> EarlyExitTrainer:
     left = limit - (now - begun) - 1.2 * (now - measuring) - EXPORT_SECONDS if limit else 0.0
     if left < 0:
         raise RunFailed(
-            f"run.max_minutes = {config.run.max_minutes:g} leaves no time to train, since chats and measuring took "
-            f"{now - begun:.0f} s; raise it, or lower chats.num_chats or the numbers in eval"
+            f"run.max_minutes = {config.run.max_minutes:g} leaves no time to train, since texts and measuring took "
+            f"{now - begun:.0f} s; raise it, or lower text.num_texts or the numbers in eval"
         )
     trainer = make_trainer(config, material, seconds=left)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

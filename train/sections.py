@@ -68,28 +68,22 @@ class DataConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatConfig:
-    """Conversations that the base model writes itself, in place of data; 0 of them means none."""
+class TextConfig:
+    """Texts that the model writes itself, after its own prompts or those of data; 0 of them means none."""
 
-    num_chats: int = 0
+    num_texts: int = 0
     num_held_out: int = 64
-    max_prompt_tokens: int = 64
-    max_answer_tokens: int = 256
+    prompt_tokens: int = 64
+    max_new_tokens: int = 128
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
-    batch_size: int = 512
+    batch_size: int = 64
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_least("chats", self, 0, "num_chats", "seed")
-        check_least("chats", self, 1, "num_held_out", "max_prompt_tokens", "max_answer_tokens", "batch_size")
+        check_least("text", self, 0, "num_texts", "seed")
+        check_least("text", self, 1, "num_held_out", "prompt_tokens", "max_new_tokens", "batch_size")
         warm = self.temperatures
-        check(bool(warm) and min(warm) >= 0, "chats.temperatures", "a list of temperatures from 0", list(warm))
-        fits = not self.num_chats or self.num_chats > self.num_held_out
-        check(fits, "chats.num_chats", f"0 or above chats.num_held_out = {self.num_held_out}", self.num_chats)
-
-    @property
-    def num_batches(self) -> int:
-        return -(-self.num_chats // self.batch_size)
+        check(bool(warm) and min(warm) >= 0, "text.temperatures", "a list of temperatures from 0", list(warm))
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ class EarlyExitTrainer(Trainer):
         self.config, self.windows, self.clock = config, train_dataset, clock
         self.model_accepts_loss_kwargs = False  # losses are means, divided by the accumulation steps
         layers = find_parts(model).layers
-        has_labels = config.data.path or config.chats.num_chats  # then the number of rows varies
+        has_labels = config.data.path or config.text.num_texts  # then the number of rows varies
         self.exit_loss = EarlyExitLoss(config.exits, len(layers), config.run.compile and not has_labels)
         self.dropout = LayerDropout(layers, config.exits.dropout_max)
         self.step_losses: dict[int, list[Tensor]] = {}

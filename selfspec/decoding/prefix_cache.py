@@ -13,7 +13,8 @@ class PrefixCache:
     """Keeps one ended row's pages until another request needs them.
 
     Args:
-        model: keys and values that were computed before its weights were edited in place are not reused.
+        model: keys and values that were computed before its weights were edited in place are not reused; none are where
+            weights do not count edits, since they were made in inference mode.
     """
 
     def __init__(self, cache: PagedCache, model: Any) -> None:
@@ -21,7 +22,7 @@ class PrefixCache:
         self._pages: list[int] = []
         self._tokens: list[int] = []  # whose keys and values are in them
         self._written = 0  # positions, from the first on, that may have been written
-        self._edits = 0
+        self._edits: int | None = None
 
     def keep(self, row: Row) -> None:
         """Take over the pages of a row that ended, however it ended; those of the row before are given back.
@@ -60,11 +61,12 @@ class PrefixCache:
         return [*own[:count], *more], common
 
     def _num_common(self, prompt: Sequence[int]) -> int:
-        if not self._tokens or self._edits != self.count_edits():
+        if not self._tokens or self._edits is None or self._edits != self.count_edits():
             return 0
         most = min(len(self._tokens), len(prompt) - 1)  # the first round feeds the last token
         return next((i for i in range(most) if self._tokens[i] != prompt[i]), most)
 
-    def count_edits(self) -> int:
-        """How often weights were edited in place, all together; those made in inference mode do not tell."""
-        return sum([w._version for w in self._model.parameters() if not w.is_inference()])
+    def count_edits(self) -> int | None:
+        """How often weights were edited in place, all together; None where some do not count."""
+        weights = list(self._model.parameters())
+        return None if any(w.is_inference() for w in weights) else sum([w._version for w in weights])

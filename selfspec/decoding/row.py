@@ -38,7 +38,7 @@ class Row:
     num_prompt_tokens: int = 0
     num_found: int = 0  # tokens of the prompt that were in the cache already
     limit: int = 0  # tokens its content may come to
-    num_edits: int = 0  # of weights in place, before it joined; see `PrefixCache`
+    num_edits: int | None = None  # of weights in place, before it joined; see `PrefixCache`
     _lookup: RowLookup | None = None
 
     def __post_init__(self) -> None:

@@ -82,7 +82,7 @@ class Scheduler:
             self._waiting.popleft()
             row = self._row(request_id, request, *reserved)
             row.texts = self._texts
-            row.num_edits = 0 if self._prefix is None else self._prefix.count_edits()
+            row.num_edits = None if self._prefix is None else self._prefix.count_edits()
             yield row
 
     def _reserve(self, request: Request) -> tuple[list[int], int] | None:

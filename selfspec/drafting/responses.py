@@ -82,7 +82,11 @@ class Responses:
             if young is None or len(young.index) + len(text) + 1 > self.most_tokens // 2:
                 young = _Generation()
                 self._generations = (young, *self._generations[:1])
-            young.index.add_text(text, len(context) - 1)
+            try:
+                young.index.add_text(text, len(context) - 1)
+            except BaseException:  # an interrupt, or too little memory: the index may be incomplete
+                self._generations = self._generations[1:]
+                raise
             young.hashes.add(hash(text))
 
     def find(self, context: Sequence[int]) -> Match | None:

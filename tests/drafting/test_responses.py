@@ -156,6 +156,26 @@ def test_the_longest_match_drafts_and_the_own_text_leads_by_three_tokens():
         assert (lookup.source, guess.source, guess.match) == (source, source, lookup.match)
 
 
+@pytest.mark.parametrize("problem", [KeyboardInterrupt, MemoryError])
+def test_an_index_that_is_incomplete_is_not_used_again(monkeypatch, problem):
+    monkeypatch.setattr(compiled_call, "loaded", lambda: None)
+    responses, calls, put = Responses(), [], Index._put
+
+    def stop(*given):
+        calls.append(given)
+        if len(calls) == 4:
+            raise problem
+        put(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, "_put", stop)
+        with pytest.raises(problem):
+            responses.add([1], [2, 3, 1, 2, 4, 1, 2, 3, 4])
+    assert not is_known(responses, [1])
+    responses.add([1], [2, 3])
+    assert responses.continuation(responses.find([1]), 9) == [2, 3]
+
+
 def test_several_threads_add_and_find():
     responses = Responses(4000)
 

@@ -56,9 +56,11 @@ def decode(target: Target, rank: int) -> dict[str, object]:
         "dice": target.generate(PROMPTS, policy=dice, **OPTIONS),
         "adaptive": target.generate(PROMPTS, policy="adaptive", max_batch_size=2, **OPTIONS),
         "sampled": target.generate(PROMPTS, exit_layer=2, **OPTIONS, **SAMPLED),
+        "responses": [target.generate(PROMPTS, policy="pld", reuse_responses=True, **OPTIONS) for _ in range(2)][1],
         "exact": target.generate(PROMPTS, policy=Dice(rank), exact=True, **OPTIONS),
     }
-    return {name: [one.tokens for one in done] for name, done in told.items()} | {"asked": dice.seen}
+    again = sum(one.stats.num_accepted_draft_tokens for one in told["responses"])
+    return {name: [one.tokens for one in done] for name, done in told.items()} | {"asked": dice.seen, "again": again}
 
 
 def refusals(target: Target) -> dict[str, str]:

@@ -39,7 +39,7 @@ def records(tmp_path_factory):
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)], Target(model)
 
 
-@pytest.mark.parametrize("way", ["plain", "fixed", "endless", "dice", "adaptive", "sampled", "exact"])
+@pytest.mark.parametrize("way", ["plain", "fixed", "endless", "dice", "adaptive", "sampled", "responses", "exact"])
 def test_every_way_to_decode_writes_what_one_process_writes(records, way):
     (first, second), target = records
     options = SAMPLED if way == "sampled" else {}
@@ -51,6 +51,7 @@ def test_one_rank_decides_for_both(records):
     (first, second), _ = records
     assert first["ranks"] == second["ranks"] == 2
     assert first["asked"] > 0 == second["asked"]
+    assert first["again"] == second["again"] > 20  # of finished responses each has its own
     assert first["costs"] == second["costs"]  # though each has its own clock
 
 

@@ -23,6 +23,7 @@ from train.gsm8k import accuracy, last_number, read_problems
 from train.material import gather, load_tokenizer
 from train.models import build_model, load_base
 from train.recipe import EarlyExitLoss
+from train.samples import UserTurn
 from train.tokenizer import train_tokenizer
 
 CHATML = (
@@ -60,13 +61,7 @@ def settings(base, tmp_path) -> dict:
     problems.write_text("".join(json.dumps(each) + "\n" for each in PROBLEMS))
     return {
         "model": {"base": str(base)},
-        "chats": {
-            "num_chats": 12,
-            "num_held_out": 3,
-            "max_prompt_tokens": 5,
-            "max_answer_tokens": 16,
-            "batch_size": 6,
-        },
+        "text": {"num_texts": 9, "num_held_out": 3, "prompt_tokens": 5, "max_new_tokens": 16, "batch_size": 6},
         "lora": {"rank": 2, "merge": False},
         "exits": {"period": 2, "scale": 0.3, "distill": 1.0, "teacher": "base", "dropout_max": 0.2},
         "optim": {"kind": "adamw", "adamw_lr": 0.01, "warmup_steps": 1},
@@ -142,33 +137,37 @@ def test_writing_goes_on_where_it_was_stopped(settings, tmp_path, monkeypatch):
     config = parse_config(settings)
     tokenizer = load_tokenizer(config.model.base)
     chats.write_chats(config, tokenizer)
-    train, held_out = chats.read_chats(config)
+    train, held_out = chats.read_chats(config, tokenizer)
     assert len(held_out) == 3 and not {tuple(c.prompt) for c in held_out} & {tuple(c.prompt) for c in train}
-    first, second = sorted((tmp_path / "run").glob("chats-*/*.jsonl"))
-    kept, again = first.stat().st_mtime_ns, second.read_text()
-    second.unlink()
-    chats.write_chats(config, tokenizer)
-    assert first.stat().st_mtime_ns == kept and second.read_text() == again
-    second.unlink()
-    first.unlink()
+    file = tmp_path / "run" / chats.FILE
+    lines = file.read_text().splitlines(keepends=True)
+    assert len(lines) == 1 + 2 * 12  # user's turns and answers of 6 conversations, and of 6
+    file.write_text("".join(lines[:16]) + "[[1, 2")  # stopped in the second batch
+    with monkeypatch.context() as patch:
+        patch.setattr(chats, "continue_prompts", lambda *given: written.append(given[1]) or continue_prompts(*given))
+        written = []
+        chats.write_chats(config, tokenizer)
+        assert [len(prompts) for prompts in written] == [3, 6]
+    assert chats.read_chats(config, tokenizer) == (train, held_out)
+    file.unlink()
     chats.write_chats(config, tokenizer, seconds=1e-9)
-    assert first.is_file() and not second.is_file()
-    settings["chats"]["seed"] = 1
-    with pytest.raises(ValueError, match=r"chats gave 0 different conversations.*raise chats\.num_chats"):
-        chats.read_chats(parse_config(settings))
+    assert len(file.read_text().splitlines()) == 1 + 2 * 6, "one batch"
+    settings["text"]["seed"] = 1
+    with pytest.raises(ValueError, match=r"text gave 0 conversations to train on.*raise text\.num_texts"):
+        chats.read_chats(parse_config(settings), tokenizer)
 
 
 def test_only_answers_have_labels_and_prompts_are_those_of_the_template(settings, base):
     config = parse_config(settings)
     tokenizer = load_tokenizer(base)
     chats.write_chats(config, tokenizer)
-    turn = chats.user_turn(tokenizer, [tokenizer.eos_token_id])
-    for chat, document in zip(chats.read_chats(config)[0], gather(config).train, strict=True):
-        text = tokenizer.decode(chat.prompt[len(turn.before) : -len(turn.after)])
+    turn = UserTurn.of(tokenizer)
+    for chat, document in zip(chats.read_chats(config, tokenizer)[0], gather(config).train, strict=True):
+        text = tokenizer.decode(chat.prompt).removeprefix(turn.before).removesuffix(turn.after)
         asked = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+            [{"role": "user", "content": text}], tokenize=True, return_dict=False, add_generation_prompt=True
         )
-        assert tokenizer.decode(chat.prompt) == asked
+        assert chat.prompt == asked and text == text.strip() != ""
         tokens, labels = document.tolist()
         assert tokens[-1] == tokenizer.eos_token_id and set(labels[: chat.num_prompt]) == {-100}
         answer = chat.tokens[chat.num_prompt :]
@@ -176,27 +175,30 @@ def test_only_answers_have_labels_and_prompts_are_those_of_the_template(settings
         assert len(labels) == len(chat.tokens) + (answer[-1] != tokenizer.eos_token_id)
 
 
-def test_templates_that_cannot_be_taken_apart_are_refused(base):
+def test_templates_that_cannot_be_taken_apart_are_refused(settings, base):
     tokenizer = load_tokenizer(base)
     tokenizer.chat_template = "{{ messages[0]['content'] }}{{ messages[0]['content'] }}"
     with pytest.raises(ValueError, match="the user's text in one place, got 2 places"):
-        chats.user_turn(tokenizer, [0])
+        UserTurn.of(tokenizer)
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="a tokenizer with a chat template"):
-        chats.user_turn(tokenizer, [0])
+        chats.write_chats(parse_config(settings), tokenizer)
 
 
-def test_a_batch_of_any_lengths_continues_each_prompt_as_alone(base):
+def test_a_batch_of_any_lengths_continues_each_prompt_as_alone_and_as_the_engine_does(base):
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    prompts = [[5], [7, 8, 9, 10, 11], [3, 4]]
+    prompts, warm = [[5], [7, 8, 9, 10, 11], [3, 4]], [0.0, 1.0, 0.7]
     alone = [
         model.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False)[0, len(prompt) :].tolist()
         for prompt in prompts
     ]
     assert continue_prompts(model, prompts, 9) == alone
-    torch.manual_seed(0)
-    mixed = continue_prompts(model, prompts, 9, [0.0, 1.0, 0.0])
-    assert mixed[0] == alone[0] and mixed[2] == alone[2] and mixed[1] != alone[1]
+    mixed = continue_prompts(model, prompts, 9, warm, [3, 4, 5])
+    assert mixed[0] == alone[0] and mixed[1] != alone[1]
+    engine = load(str(base))
+    for prompt, temperature, seed, tokens in zip(prompts, warm, [3, 4, 5], mixed, strict=True):
+        options = {"max_new_tokens": 9, "temperature": temperature, "seed": seed, "generation_config": False}
+        assert engine.generate([prompt], policy="plain", **options)[0].tokens == tokens
     end = alone[1][3]
     assert continue_prompts(model, prompts, 9, ends=[end])[1] == alone[1][: alone[1].index(end) + 1]
 

@@ -19,12 +19,14 @@ from train.__main__ import main
 from train.config import parse_config
 from train.config_file import read_file
 from train.heads_config import HeadsRun, parse_heads
-from train.heads_files import CHECKPOINT, TEXTS, Task, Written
+from train.heads_files import CHECKPOINT, TEXTS
 from train.heads_loss import draft_subset, exit_losses, measure
 from train.heads_states import Batch, Stream, collect, run_texts, with_rest
-from train.heads_text import Text, gather_texts
+from train.heads_text import gather_texts
 from train.material import load_tokenizer
 from train.models import load_base
+from train.samples import Sample
+from train.written import Task, Written
 
 
 @pytest.fixture(scope="session")
@@ -251,7 +253,7 @@ def test_texts_come_from_other_records_than_those_held_out(stories, tmp_path):
 
 
 def test_every_position_is_seen_as_decoding_saw_it(stories):
-    texts = [Text(list(range(5, 5 + n)), prompt) for n, prompt in ((9, 3), (4, 3), (30, 1))]
+    texts = [Sample(list(range(5, 5 + n)), prompt) for n, prompt in ((9, 3), (4, 3), (30, 1))]
     (seen,) = run_texts(stories.stack, texts, (2, 4))
     alone = [next(run_texts(stories.stack, [text], (2, 4))) for text in texts]
     torch.testing.assert_close(seen.hidden, torch.cat([one.hidden for one in alone], 1), atol=1e-4, rtol=1e-4)
@@ -312,7 +314,7 @@ def test_kl_is_zero_where_the_exit_says_what_the_model_says():
 
 
 def test_shards_give_every_position_once_an_epoch_and_any_step_again(stories):
-    texts = [Text(list(range(3, 24)), 1) for _ in range(12)]
+    texts = [Sample(list(range(3, 24)), 1) for _ in range(12)]
     parsed = parse_heads({"training": {"tokens_per_batch": 20, "max_cached_tokens": 90}, "text": {"num_texts": 12}})
     stream = Stream(stories.stack, texts, (2,), parsed.training)
     assert len(stream.shards) == 3 and stream.num_positions == 240 and sum(stream.sizes) == 12
@@ -336,7 +338,7 @@ def test_the_shipped_configuration_names_every_key():
 
 
 def test_measuring_without_heads_is_measuring_with_new_ones(stories):
-    texts = [Text(list(range(3, 40)), 2)]
+    texts = [Sample(list(range(3, 40)), 2)]
     heads = ExitHeads([2, 3], 64, 4)
     assert measure(stories.stack, None, texts, (2, 3), None) == measure(stories.stack, heads, texts, (2, 3), None)
 
@@ -386,8 +388,8 @@ def test_prompts_of_a_chat_model_are_its_own_user_turns(chat_folder, tmp_path):
     prompts = [target.tokenizer.decode(text.tokens[: text.num_prompt]) for text in (*train, *held_out)]
     assert all(prompt.startswith("w1 ") and prompt.endswith(" w2 w3") for prompt in prompts)
     assert len(set(prompts)) > 4 and all(3 < len(prompt.split()) <= 8 for prompt in prompts)
-    target.tokenizer.chat_template = "w1 {{ messages[0]['content'] | upper | replace('U', '') }} w2"
-    with pytest.raises(ValueError, match="does not show a user's text"):
+    target.tokenizer.chat_template = "w1 {{ messages[0]['content'] | length }} w2"
+    with pytest.raises(ValueError, match="the user's text in one place, got 0 places"):
         gather_texts(target, config, Written(tmp_path / TEXTS, ""))
 
 
@@ -395,13 +397,16 @@ def test_texts_are_written_once_for_the_same_weights(tmp_path):
     file, task = tmp_path / TEXTS, Task((1, 2), 8, 0.7, 3)
     Written(file, "a").add(task, [4, 5])
     assert Written(file, "a").get(task) == [4, 5]
-    assert Written(file, "a").get(task._replace(seed=4)) is None
-    assert Written(file, "b").get(task) is None and Written(file, "a").get(task) is None
+    assert Written(file, "a").missing([task, other := task._replace(seed=4), other]) == [other]
+    other_model = Written(file, "b")
+    assert other_model.get(task) == [] and Written(file, "a").get(task) == [4, 5]
+    other_model.add(task, [6])
+    assert Written(file, "b").get(task) == [6] and Written(file, "a").get(task) == []
 
 
 def test_heads_are_trained_over_the_default_draft_vocabulary(monkeypatch):
     target = load(build("llama"))
-    texts = [Text([1, *[50, 51, 52] * 3], 1), Text([2, 60], 1)]
+    texts = [Sample([1, *[50, 51, 52] * 3], 1), Sample([2, 60], 1)]
     assert draft_subset(target.stack, texts) is None
     monkeypatch.setattr(type(target.stack), "default_draft_vocab", 8)
     subset = draft_subset(target.stack, texts)
