@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from selfspec.kernels.places import cache_folder, say_unkept
 from selfspec.model.file_weights import FileWeights
 
 HASHED = 1 << 20  # bytes at both ends of a file that its key depends on
+ABANDONED = 24 * 3600  # seconds after which an unfinished conversion counts as abandoned
 MANIFEST = "selfspec-gguf.json"  # sizes of the other files of a conversion; written last
 
 _log = logging.getLogger("selfspec")
@@ -37,7 +38,8 @@ _one_at_a_time = threading.Lock()  # a conversion redirects stderr of the proces
 def read_model(file: Path, name: str, dtype: torch.dtype | str) -> tuple[nn.Module, FileWeights | None]:
     """Read the causal LM of a GGUF file with dequantised weights; `name` stands for the file in errors.
 
-    With it comes what the file holds of its weights; None for other dtypes than float32, or without a cache folder.
+    With it comes what the file holds of its weights; None for other dtypes than float32, without a cache folder, or
+    where no weight has blocks of a supported type.
 
     The first call converts the file into a folder of float32 weights; later calls read this folder. Dequantised values
     are not representable in bfloat16 or float16. Where the cache folder cannot be written, every call converts in
@@ -48,7 +50,7 @@ def read_model(file: Path, name: str, dtype: torch.dtype | str) -> tuple[nn.Modu
 
     Raises:
         FileNotFoundError: there is no such file.
-        OSError: it is no GGUF file, is truncated, or lacks weights.
+        OSError: it is no GGUF file, is truncated, lacks weights, or changed meanwhile.
         UnsupportedModelError: transformers does not support its architecture or quantisation.
         ImportError: the file must be converted, and gguf or accelerate is not installed.
     """
@@ -60,7 +62,10 @@ def read_model(file: Path, name: str, dtype: torch.dtype | str) -> tuple[nn.Modu
             return _unpacked(file, name, _config(file, name), dtype), None
     with torch.inference_mode(False):  # edits of tensors that were made in inference mode are not counted
         model = checkpoint.read_model(str(folder), name, dtype, local_only=True)
-        return model, gguf_index.read(file, model, folder) if dtype == torch.float32 else None
+        held = gguf_index.read(file, model, folder) if dtype == torch.float32 else None
+    if _folder(file, name) != folder:  # the file that was mapped may be another one than was converted
+        raise OSError(f"{name} changed while it was read; read it again when it is complete")
+    return model, held
 
 
 def read_tokenizer(file: Path, name: str) -> Any:
@@ -112,6 +117,7 @@ def _convert(file: Path, name: str, folder: Path) -> bool:
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(folder.parent)
         made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}-", suffix=".tmp"))
     except OSError as problem:
         say_unkept(problem)
@@ -133,6 +139,14 @@ def _convert(file: Path, name: str, folder: Path) -> bool:
         return True
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+def _remove_abandoned(place: Path) -> None:
+    """Remove what conversions left behind whose processes were killed."""
+    for made in place.glob("*.tmp"):
+        with contextlib.suppress(OSError):  # another process may remove it, too
+            if time() - made.stat().st_mtime > ABANDONED:
+                shutil.rmtree(made, ignore_errors=True)
 
 
 def _save(file: Path, parts: tuple[Any, Any], made: Path, folder: Path) -> int:

@@ -51,7 +51,7 @@ def write(file: Path, model: nn.Module, folder: Path) -> None:
         OSError: it cannot be written.
     """
     places = {}
-    if (folder / FLOATS).is_file():  # not where the weights take several files
+    if (folder / FLOATS).is_file():  # else the weights take several files
         saved, floats = _saved(folder), MappedFile(folder / FLOATS)
         tensors = _tensors(file, model)
         for name, weight in model.named_parameters():
@@ -64,13 +64,18 @@ def write(file: Path, model: nn.Module, folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps(places), "utf-8")
 
 
-def read(file: Path, model: nn.Module, folder: Path) -> FileWeights:
+def read(file: Path, model: nn.Module, folder: Path) -> FileWeights | None:
     """Map the weights of a converted GGUF file that its index knows, in place of those that transformers read.
+
+    None where it knows none of them.
 
     Args:
         model: read from `folder`, in float32, on CPU.
     """
-    places, saved = json.loads((folder / INDEX).read_text("utf-8")), _saved(folder)
+    places = json.loads((folder / INDEX).read_text("utf-8"))
+    if not places:
+        return None
+    saved = _saved(folder)
     source = MappedFile(file)
     made = FileWeights(MappedFile(folder / FLOATS), source)
     parameters = dict(model.named_parameters())

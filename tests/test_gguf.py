@@ -8,6 +8,7 @@ import random
 import resource
 import shutil
 import sys
+import time
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 import selfspec
-from selfspec import gguf_file, hub
+from selfspec import gguf_file, gguf_index, hub
 from tests import cli_fixtures
 from tests.gguf_files import END, source_model, write_gguf
 from tests.target import load
@@ -148,6 +149,31 @@ def test_of_two_programs_that_convert_at_once_one_wins(file, cache, monkeypatch)
     target = load(file)
     assert target.generate([PROMPT], max_new_tokens=8)[0].tokens == continuation(unpacked(file), count=8)
     assert conversions(cache) == [path.name for path in raced]
+
+
+def test_what_a_killed_conversion_left_is_removed_a_day_later(file, cache):
+    for name, age in (("old", 2 * gguf_file.ABANDONED), ("new", 60)):
+        folder = cache / "gguf" / f"other-{name}.tmp"
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(b"half")
+        os.utime(folder, (time.time() - age,) * 2)
+    load(file)
+    assert [name for name in conversions(cache) if name.endswith(".tmp")] == ["other-new.tmp"]
+
+
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_a_file_that_changes_while_it_is_read_is_refused(file, cache, monkeypatch, is_converted):
+    if is_converted:
+        load(file)
+    real = gguf_index.read
+
+    def replaced(*args):
+        write_gguf(file, source_model(seed=1), "Q8_0")
+        return real(*args)
+
+    monkeypatch.setattr(gguf_index, "read", replaced)
+    with pytest.raises(OSError, match=r"tiny.gguf changed while it was read"):
+        load(file)
 
 
 # ----------------------------------------------------------------------------------------- where nothing can be kept

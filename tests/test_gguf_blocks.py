@@ -133,6 +133,22 @@ def test_blocks_that_are_not_those_of_the_weight_are_left_out(tmp_path, file):
     assert left == {"model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.q_proj.weight"}
 
 
+def test_without_blocks_of_supported_types_nothing_is_mapped(tmp_path):
+    source = source_model()
+    file = write_gguf(tmp_path / "tiny.gguf", source, "F16")
+    for _ in range(2):
+        target = load(file, engine="compiled")
+        assert target.stack.file is None
+        assert decoded(target) == tokens(target.model)
+
+
+def test_weights_that_take_several_files_have_no_blocks(tmp_path, file):
+    model, folder = read(file)[0], tmp_path / "several"
+    model.save_pretrained(folder, max_shard_size="100KB")
+    gguf_index.write(file, model, folder)
+    assert gguf_index.read(file, model, folder) is None
+
+
 def test_a_conversion_of_an_earlier_version_is_made_again(cache, file):
     read(file)
     [folder] = (cache / "gguf").iterdir()
@@ -187,6 +203,39 @@ def test_an_edit_of_a_head_reaches_drafts_over_a_part_of_the_vocabulary(file):
     logits, chosen = target.stack.draft_logits(hidden, 1, 64)
     assert target.stack.draft_subset(64).blocks_alone is None
     torch.testing.assert_close(logits, target.stack.logits(hidden, 1)[:, chosen], rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_packed_stays_when_the_file_is_overwritten(file):
+    target = load(file, engine="compiled")
+    with torch.no_grad():
+        target.model.model.layers[1].mlp.down_proj.weight.mul_(-3)
+    with open(file, "r+b") as opened:  # in place, as a copy over the file does
+        opened.seek(file.stat().st_size // 2)
+        opened.write(bytes(file.stat().st_size // 2))
+    assert decoded(target) == tokens(target.model)
+
+
+def test_a_truncated_file_is_not_read_any_more(file):
+    target = load(file, engine="compiled")
+    before = decoded(target)
+    os.truncate(file, 4096)
+    hidden = torch.randn(3, 256)
+    logits, chosen = target.stack.draft_logits(hidden, 1, 64)
+    torch.testing.assert_close(logits, target.stack.logits(hidden, 1)[:, chosen], rtol=1e-4, atol=1e-4)
+    assert decoded(target) == before
+    with torch.no_grad():
+        target.model.model.layers[1].mlp.down_proj.weight.mul_(-3)
+    assert decoded(target) == tokens(target.model) != before
+
+
+def test_biases_beside_blocks_may_be_edited(tmp_path):
+    file = write_gguf(tmp_path / "tiny.gguf", family_model("qwen2", tie_word_embeddings=False), "Q4_0")
+    target = load(file, engine="compiled")
+    before = decoded(target)
+    with torch.no_grad():
+        target.model.model.layers[1].self_attn.v_proj.bias.add_(torch.randn(128))
+    assert decoded(target) == tokens(target.model) != before
+    assert target.stack.llama.layers[1].v.blocks is not None
 
 
 def test_memory_is_only_given_back_while_nothing_was_edited(tmp_path):

@@ -188,9 +188,8 @@ class DraftHead(PartHead):
             file: what a GGUF file holds of the model's weights.
         """
         head = self.linear
-        held = None if file is None else file.held(deeply=False).get(id(head.weight))
-        if held is not None:
-            head = head._replace(blocks=held.blocks)
+        if file is not None:
+            head = head._replace(blocks=file.blocks_of(head.weight))
         return Subset(tokens.to(head.weight.device), head, made_of)
 
     def logits(self, hidden: Tensor, subset: Subset) -> Tensor:

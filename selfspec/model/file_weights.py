@@ -63,6 +63,14 @@ class FileWeights:
             and (edited is None or not edited[one.pages].any())
         }
 
+    def blocks_of(self, weight: torch.Tensor) -> Blocks | None:
+        """The blocks of a weight of which no edit was counted, for reading them now.
+
+        None for other weights, and where the GGUF file was truncated meanwhile, as a copy over it does at first.
+        """
+        one = None if self._source.is_truncated else self.held(deeply=False).get(id(weight))
+        return None if one is None else one.blocks
+
     @property
     def sees_all(self) -> bool:
         """Whether `held(deeply=True)` detects every edit; else only those that torch counts."""

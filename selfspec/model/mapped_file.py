@@ -28,6 +28,11 @@ class MappedFile:
         with torch.inference_mode(False):  # for calls outside of inference mode, too
             return torch.frombuffer(self._map, dtype=dtype, offset=offset, count=math.prod(shape)).view(shape)
 
+    @property
+    def is_truncated(self) -> bool:
+        """Whether the file became shorter. Reading what is missing would end the process with the signal SIGBUS."""
+        return self._map.size() < len(self._map)
+
     def pages(self, offset: int, size: int) -> slice:
         """The pages of some bytes, as indices into `edited_pages`."""
         return slice(offset // mmap.PAGESIZE, -(-(offset + size) // mmap.PAGESIZE))

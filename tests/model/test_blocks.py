@@ -37,7 +37,8 @@ def random_blocks(kind, outputs, inputs, seed=0):
 
 def linear(kind, outputs, inputs, seed=0, biased=False):
     data, weight = random_blocks(kind, outputs, inputs, seed)
-    return Linear(weight, torch.randn(outputs) if biased else None, Blocks(kind, data))
+    bias = torch.randn(outputs, generator=torch.Generator().manual_seed(seed)) if biased else None
+    return Linear(weight, bias, Blocks(kind, data))
 
 
 def without_numbers(part):
@@ -56,11 +57,13 @@ def check(packed, x, parts, threads=1):
     got = multiply(packed, x, threads)
     weight = torch.cat([part.weight for part in parts]).double()
     wanted = x.double() @ weight.T
-    if parts[0].bias is not None:
-        wanted += torch.cat([part.bias for part in parts]).double()
     # an activation is rounded to a 2^23rd of the largest of its 32, and sums are float32
     largest = x.view(len(x), -1, 32).abs().amax(2).repeat_interleave(32, 1).double()
-    assert ((got - wanted).abs() <= 4e-7 * (largest @ weight.abs().T) + 1e-30).all()
+    sizes = largest @ weight.abs().T
+    if parts[0].bias is not None:
+        bias = torch.cat([part.bias for part in parts]).double()
+        wanted, sizes = wanted + bias, sizes + bias.abs()
+    assert ((got - wanted).abs() <= 4e-7 * sizes + 1e-30).all()
     assert torch.equal(got, torch.cat([multiply(packed, row) for row in x.split(1)]))
     return got
 

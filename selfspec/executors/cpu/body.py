@@ -37,9 +37,10 @@ CHECKSUM_BYTES = 1 << 20  # bytes of weights per checksum
 class CompiledBody:
     """Layers, embedding and head of a Llama-shaped model as compiled functions; it has `Stack`'s `run` and `logits`.
 
-    It holds packed copies of the weights: 2 bytes per weight where all of them are bfloat16 numbers, else 4. `refresh`
-    updates the copies after the model's weights were edited in place. Activations, keys and values are float32, for
-    models in bfloat16, too. Only the inputs of products may be rounded to bfloat16.
+    It holds packed copies of the weights: the blocks of a GGUF file as they are, else 2 bytes per weight where all of
+    them are bfloat16 numbers, else 4. `refresh` updates the copies after the model's weights were edited in place.
+    Activations, keys and values are float32, for models in bfloat16, too. Only the inputs of products may be rounded:
+    to bfloat16 for weights of that dtype, to 23 bits for blocks.
 
     Raises:
         NoCompilerError: see `selfspec.kernels.compiler.library`.

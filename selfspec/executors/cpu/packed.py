@@ -49,10 +49,14 @@ class Packed:
             outputs = self._num_panels * self._panel
             self.bias = torch.zeros(outputs, dtype=torch.float32, device="cpu") if biased else None
         self._allocate(self._kinds())
-        self._copy()
+        self._pack()
+        self._copy_biases()
 
     def fill(self, edited: Collection[int] = ()) -> None:
-        """Copy the current weights of the model.
+        """Copy the current weights and biases of the model.
+
+        What was packed from blocks stays: they never change, but somebody may have overwritten the file that they are
+        mapped from.
 
         Args:
             edited: the `id` of weights that were edited since their blocks were read; these blocks are no longer used.
@@ -61,10 +65,12 @@ class Packed:
             ValueError: the shape of a weight changed.
         """
         self._parts = [part.without(edited) for part in self._parts]
-        kinds = self._kinds()
-        if kinds != self._kinds_now:
-            self._allocate(kinds)
-        self._copy()
+        if self.struct.kind < c.MIXED or any(part.blocks is None for part in self._parts):
+            kinds = self._kinds()
+            if kinds != self._kinds_now:
+                self._allocate(kinds)
+            self._pack()
+        self._copy_biases()
 
     @property
     def num_bytes(self) -> int:
@@ -99,7 +105,7 @@ class Packed:
             self.weight = self._memory.zeros(-(-ends[-1] // 4))
         self.struct.packed = self.weight.data_ptr()
 
-    def _copy(self) -> None:
+    def _pack(self) -> None:
         at, lib, threads = 0, c.functions(), torch.get_num_threads()
         for part, shape in zip(self._parts, self._shapes, strict=True):
             size = len(part.weight)
@@ -115,12 +121,16 @@ class Packed:
             else:
                 weight: Tensor = part.weight.detach().float().contiguous()
                 lib.selfspec_pack(weight.data_ptr(), size, *places)
-            if part.bias is not None and self.bias is not None:
-                outputs = torch.arange(size)
-                self.bias[at + outputs // self._lanes * self._stride + outputs % self._lanes] = (
-                    part.bias.detach().float()
-                )
             at += self._lanes if self._stride else size
+
+    def _copy_biases(self) -> None:
+        at = 0
+        for part in self._parts:
+            outputs = torch.arange(len(part.weight))
+            if part.bias is not None and self.bias is not None:
+                places = at + outputs // self._lanes * self._stride + outputs % self._lanes
+                self.bias[places] = part.bias.detach().float()
+            at += self._lanes if self._stride else len(outputs)
 
 
 def pack_layer(x: Layer, kind: type[Packed], memory: LargePageAllocator) -> tuple[Packed, Packed, Packed, Packed]:

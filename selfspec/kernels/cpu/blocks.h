@@ -24,8 +24,9 @@ constexpr bool IN_PAIRS = false;
 constexpr bool IN_PAIRS = LANES >= 8;
 #endif
 
-// Add to each lane the products of its four bytes: `a` from 0 to 255, `b` from -128 to 127. If IN_PAIRS, `a` is at most
-// 15, and a lane is two 16-bit sums, which hold the WORDS of a block; `widened` adds them.
+// Add to each lane the products of its four bytes: `a` from 0 to 255, `b` from -128 to 127. If IN_PAIRS, a lane may be
+// two 16-bit sums, which `widened` adds; they do not overflow for `a` of up to 15 in eight additions, of up to 31 in
+// four, and of up to 63 in two.
 static inline Ints add_bytes(Ints sum, Ints a, Ints b) {
 #if defined(__AVX512VNNI__)
     return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);

@@ -27,7 +27,7 @@ static inline int64_t depth_of(int64_t in) { return (in + DEEP - 1) / DEEP * DEE
 constexpr int64_t BLOCK = 32, PER_SUPER = 8;  // inputs of a block; blocks that share scales in K-quants
 
 struct BlockShape {
-    int64_t bits, offset;    // an integer is stored as q + offset
+    int64_t bits, offset;   // an integer q is stored as q + offset; 0 with minima, since such integers have no sign
     int64_t scales, super;  // bytes per output: scales of a block, and scales of PER_SUPER blocks before them
     constexpr int64_t numbers() const { return BLOCK * bits / 8; }
     constexpr int64_t bytes() const { return numbers() + scales; }
@@ -35,9 +35,9 @@ struct BlockShape {
 
 static constexpr BlockShape shape_of(int64_t kind) {
     return kind == Q4_0 || kind == INT4 ? BlockShape{4, 8, 2, 0}
-           : kind == Q4_1 ? BlockShape{4, 8, 4, 0}
+           : kind == Q4_1 ? BlockShape{4, 0, 4, 0}
            : kind == Q5_0 ? BlockShape{5, 16, 2, 0}
-           : kind == Q4_K ? BlockShape{4, 8, 2, 4}
+           : kind == Q4_K ? BlockShape{4, 0, 2, 4}
            : kind == Q6_K ? BlockShape{6, 32, 2, 2}
                           : BlockShape{8, 128, 2, 0};  // Q8_0
 }
