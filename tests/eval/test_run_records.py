@@ -40,6 +40,9 @@ class Repeats:
             raise Failure("timeout", "too slow", 1.0)
         return Turn(prompt.ids, 0.25, accept_lengths=[2], step_seconds=[0.25], rounds=[{"num_drafted": 1}])
 
+    def forget(self):
+        pass
+
     def close(self):
         pass
 
