@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from eval.gpu_plan import (
@@ -175,12 +176,8 @@ class _Shape:
         ]
         yield from ratios
         values = [one.value for one in ratios if one.value is not None]
-        title = "adaptive: lowest speedup over plain"
-        yield (
-            Figure(title, min(values))
-            if len(values) == len(ratios)
-            else Figure(title, None, f"measured at {len(values)} of {len(ratios)} batch sizes")
-        )
+        why = "" if len(values) == len(ratios) else f"measured at {len(values)} of {len(ratios)} batch sizes only"
+        yield Figure("adaptive: lowest speedup over plain", None if why else min(values), why)
 
     def prefill_figures(self) -> Iterator[Figure]:
         for context in self.config["contexts"]:
@@ -201,12 +198,12 @@ class _Shape:
         return self.figure(title, [cell], lambda c: c["seconds"] * self.bandwidth / held)
 
     def peer_figures(self, peers: Sequence[int]) -> Iterator[Figure]:
-        names = [*TRANSFORMERS, *dict.fromkeys(c.method for c in self.cells if c.kind == PEER)]
+        folders = [f"{PEER}:{Path(folder).resolve().name}" for folder in self.config["peer"]]
         ours = [c for c in self.cells if (c.batch, c.context) == (1, self.context) and c.kind in OWN]
         best = max(ours, key=lambda c: self.cells[c]["tokens_per_second"], default=Cell(self.context, 1, "plain"))
         yield self.figure("batch 1: fastest over generate", [best, Cell(self.context, 1, "hf")], _faster)
-        for name in names:
-            for batch in peers if name != "hf early exit" and name != "hf static" else [1]:
+        for name in (*TRANSFORMERS, *folders):
+            for batch in peers if name == "hf" or name in folders else [1]:
                 cells = [Cell(self.context, batch, method) for method in ("plain", name)]
                 yield self.figure(f"plain, batch {batch}: over {name}", cells, _faster)
 
