@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -14,13 +15,13 @@ from eval.gpu_clock import Recorded, kernels_of, seconds_of
 from selfspec.decoding.engine import Engine
 from selfspec.executors.cuda.shapes import shape_of
 from selfspec.executors.cuda.static_rows import LayersInputs, StaticRows
-from selfspec.kernels.suite import REFERENCE
+from selfspec.kernels.suite import REFERENCE, Kernels
 from selfspec.model.attention import Reach
 from selfspec.model.kv_cache import Span
 from selfspec.model.stack import Stack
 
 Run = Callable[[StaticRows, int, int, Tensor], Tensor]  # layers [start, stop) over the rows
-VIEWS, COMPILED, FUSED = "views", "views by torch.compile", "fused body"
+VIEWS, FUSED = "views", "fused body"
 FEW = 4  # layers that are compiled, since compiling takes seconds a layer
 
 
@@ -113,11 +114,11 @@ def measure_bodies(engine: Engine) -> dict[str, Any]:
     with views(engine.stack) as run:
         found[VIEWS] = layers.measure(run)
     try:
-        with fused_body(engine.stack) as run:
+        with fused_body(engine.stack, layers.kernels) as run:
             found[FUSED] = layers.measure(run)
-    except ValueError as problem:
+    except (ValueError, torch.OutOfMemoryError) as problem:
         found[FUSED] = {"seconds": None, "kernels": None, "why": str(problem)}
-    return {"bodies": found, "chosen": VIEWS}
+    return {"bodies": found, "chosen": VIEWS if getattr(engine.stack, "recorded", None) is None else FUSED}
 
 
 def measure_compiled(engine: Engine) -> dict[str, Any]:
@@ -129,12 +130,8 @@ def measure_compiled(engine: Engine) -> dict[str, Any]:
 @contextmanager
 def views(stack: Stack) -> Iterator[Run]:
     """The views of transformers' modules."""
-    before = stack.compiled
-    stack.compiled = None  # a CPU's engine does not read static rows
-    try:
+    with _recorded_by(stack, None):
         yield stack.run_here
-    finally:
-        stack.compiled = before
 
 
 @contextmanager
@@ -148,11 +145,31 @@ def compiled_views(stack: Stack) -> Iterator[Run]:
 
 
 @contextmanager
-def fused_body(stack: Stack) -> Iterator[Run]:
-    """The fused body.
+def fused_body(stack: Stack, kernels: Kernels) -> Iterator[Run]:
+    """The fused body: the one that was chosen at load, else one made for this measurement.
 
     Raises:
-        ValueError: the model or this version has none.
+        ValueError: this version has none, or none for this model.
     """
-    raise ValueError("this version has no fused body")
-    yield
+    body = getattr(stack, "recorded", None)
+    if body is None:
+        try:
+            made = import_module("selfspec.executors.cuda.fused_body")
+        except ImportError as problem:
+            raise ValueError("this version has no fused body") from problem
+        if stack.llama is None:
+            raise ValueError("it does not serve this model")
+        body = made.FusedBody(stack.llama, kernels, "copy")
+    with _recorded_by(stack, body):
+        yield stack.run_here
+
+
+@contextmanager
+def _recorded_by(stack: Any, body: Any) -> Iterator[None]:
+    """What runs static rows, inside the block; None: the views. A CPU's engine does not read static rows."""
+    before = stack.compiled, getattr(stack, "recorded", None)
+    stack.compiled, stack.recorded = None, body
+    try:
+        yield
+    finally:
+        stack.compiled, stack.recorded = before
