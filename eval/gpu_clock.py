@@ -6,11 +6,13 @@ The same functions run on a CPU, by the host's clock, so that everything that us
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
+from torch.profiler import ProfilerActivity, profile
 
 from eval.measurement import synchronize, timed
 
@@ -78,22 +80,23 @@ def kernels_of(call: Callable[[], Any], device: torch.device) -> Kernels:
     """
     if device.type != "cuda":
         raise ValueError("kernels are counted only on a CUDA device")
-    from torch.autograd import DeviceType  # type: ignore[attr-defined]
-    from torch.profiler import ProfilerActivity, profile
-
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
         call()
         synchronize(device)
-    # Only work of the device is added up: launches on the host include their kernels' time.
-    events = seen.key_averages()
+    found = counted(seen.key_averages())
+    if not found.count:
+        raise ValueError("torch's profiler reports no kernels; CUPTI may be refused on this machine")
+    return found
+
+
+def counted(events: Iterable[Any]) -> Kernels:
+    """What the events of a profile say. Launches on the host include their kernels' time, so it is not added up."""
+    events = list(events)
     done = [e for e in events if e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False)]
     kernels = [e for e in done if not e.key.startswith(("Memcpy", "Memset"))]
     launches = [e for e in events if e.device_type == DeviceType.CPU and "Launch" in e.key and e.key.startswith("cu")]
-    if not kernels:
-        raise ValueError("torch's profiler reports no kernels; CUPTI may be refused on this machine")
-    return Kernels(
-        sum(e.self_device_time_total for e in done) / 1e6, sum(e.count for e in kernels), sum(e.count for e in launches)
-    )
+    seconds = sum(e.self_device_time_total for e in done) / 1e6
+    return Kernels(seconds, sum(e.count for e in kernels), sum(e.count for e in launches))
 
 
 class Recorded:

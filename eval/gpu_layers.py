@@ -71,7 +71,9 @@ class Layers:
             seconds.append(seconds_of(recorded.replay, self.stack.device))
             try:
                 kernels.append(_count(recorded, self.stack.device))
-            except (ValueError, ImportError) as problem:
+            except torch.AcceleratorError:
+                raise
+            except Exception as problem:  # profilers and bindings raise exceptions of any type
                 why = str(problem)
         each = (kernels[1] - kernels[0]) / (more - fewer) if len(kernels) == 2 else None
         return {"seconds": (seconds[1] - seconds[0]) / (more - fewer), "kernels": each, "why": why}
@@ -85,7 +87,7 @@ class Layers:
         config, count = self.stack.config.get_text_config(), self.inputs.shape.tokens
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         options: dict[str, Any] = {"dtype": self.stack.dtype, "device": self.stack.device}
-        queries = torch.randn(config.num_attention_heads, count, size, **options)
+        queries = torch.randn(count, config.num_attention_heads, size, **options).transpose(0, 1)
         new, rows = torch.randn(count, config.num_key_value_heads, size, **options), self.rows()
         pages = [rows.write(layer, new, new) for layer in range(self.stack.num_layers)]
 

@@ -141,8 +141,8 @@ def busy_rounds(engine: Engine) -> dict[str, Any]:
         latest = None if runner is None else runner.graphs.latest
         if latest is None or not isinstance(latest.inputs, RoundInputs):
             raise
-        seconds = seconds_of(latest.recording.replay, engine.stack.device)
         with torch.inference_mode():
+            seconds = seconds_of(latest.recording.replay, engine.stack.device)
             count = Recorded(latest.body, engine.stack.device).num_nodes
         return {"way": "replays of the graph", "busy_seconds": seconds, "kernels": count, "launches": None}
     per_round = {"busy_seconds": seen.seconds, "kernels": seen.count, "launches": seen.launches}

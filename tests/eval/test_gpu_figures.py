@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 from eval import gpu_layers, gpu_rates
 from eval.config import FOLDER
+from eval.gpu_clock import counted
 from eval.gpu_figures import TARGETS, figures
 from eval.gpu_layers import Layers
 from eval.gpu_plan import Cell, GpuConfig, cells_of
-from eval.gpu_rates import WARM_ROUNDS, pauses, prefill_seconds, rate_of, ready_engine
+from eval.gpu_rates import WARM_ROUNDS, busy_rounds, pauses, prefill_seconds, rate_of, ready_engine
 from eval.gpu_shape import sizes_of
 from eval.models import decode
 from eval.synthetic import synthetic_target
 from selfspec.model.kv_cache import PackedRows, Span
+from tests.cuda.standin import with_runner
 
 
 def record_of(cells, missing=(), **config):
@@ -131,18 +136,61 @@ def test_a_rate_counts_the_tokens_of_the_measurement():
     assert rate.mean_context == (20 + WARM_ROUNDS + 80) / 2
 
 
-def test_layers_in_static_rows_are_those_of_the_stack(monkeypatch):
-    """What is timed as a layer is one: the views over static rows give the hidden states of the usual ones."""
-    target = synthetic_target("tiny", acceptance=None)
-    engine = ready_engine(target, 2, 20, 24, policy="plain")
+@pytest.mark.parametrize("opened", [lambda target: target, with_runner], ids=["without graphs", "stand-in"])
+def test_layers_in_static_rows_are_those_of_the_stack(opened):
+    """What is timed as a layer is one: layers over static rows give the hidden states of packed rows."""
+    target = opened(synthetic_target("tiny", acceptance=None))
+    engine, before = ready_engine(target, 2, 20, 24, policy="plain"), target.stack.compiled
     with torch.inference_mode(), gpu_layers.views(target.stack) as run:
         layers = Layers(engine)
-        given = layers.inputs.given
-        found = run(layers.rows(), 1, 5, given)
+        found = run(layers.rows(), 1, 5, layers.inputs.given)
         spans = [Span(row.pages, len(row.content) - 1, 1) for row in engine.rows]
-        wanted = target.stack.run_here(PackedRows(engine.cache, spans, target.stack.device), 1, 5, given)
+        rows = PackedRows(engine.cache, spans, target.stack.device)
+        wanted = target.stack.run_here(rows, 1, 5, layers.inputs.given)
         assert torch.allclose(found, wanted, atol=1e-5)
-    assert target.engine == target.stack.engine  # the engine is restored
+        assert layers.measure(run)["why"] == "graphs are recorded only on a CUDA device"
+    assert target.stack.compiled is before
+
+
+def test_a_layer_is_the_difference_between_many_and_fewer(monkeypatch):
+    ran = []
+
+    def run(rows, start, stop, given):
+        ran.append((start, stop))
+        return given
+
+    monkeypatch.setattr(gpu_layers, "seconds_of", lambda replay, device: replay() or 0.5 + ran[-1][1])
+    monkeypatch.setattr(gpu_layers, "_count", lambda recorded, device: recorded.replay() or 7 + 10 * ran[-1][1])
+    layers = Layers(ready_engine(synthetic_target("tiny", acceptance=None), 1, 20, 24, policy="plain"))
+    assert layers.measure(run) == {"seconds": 1, "kernels": 10, "why": None}
+    assert {*ran} == {(1, 4), (1, 7)}  # neither the embedding nor the final norm
+
+
+def test_a_profile_is_counted_without_the_hosts_time():
+    def event(key, device, count, micros):
+        return SimpleNamespace(key=key, device_type=device, count=count, self_device_time_total=micros)
+
+    events = [
+        event("gemm", DeviceType.CUDA, 4, 3000),
+        event("Memcpy DtoH (Device -> Pinned)", DeviceType.CUDA, 1, 500),
+        event("cudaGraphLaunch", DeviceType.CPU, 2, 3500),
+        event("aten::mm", DeviceType.CPU, 4, 3000),
+    ]
+    assert counted(events) == (0.0035, 4, 2)
+
+
+def test_busy_time_is_that_of_replays_where_the_profiler_is_refused(monkeypatch):
+    def refused(call, device):
+        call()
+        raise ValueError("no kernels")
+
+    monkeypatch.setattr(gpu_rates, "kernels_of", refused)
+    monkeypatch.setattr(gpu_rates, "Recorded", lambda body, device: SimpleNamespace(num_nodes=len(body())))
+    target = with_runner(synthetic_target("tiny", acceptance=None))
+    found = busy_rounds(ready_engine(target, 1, 20, 200, policy="plain", burst=0.0))
+    assert found["way"] == "replays of the graph" and found["busy_seconds"] > 0 and found["kernels"] == 1
+    with pytest.raises(ValueError, match="no kernels"):  # nothing is recorded
+        busy_rounds(ready_engine(synthetic_target("tiny", acceptance=None), 1, 20, 200, policy="plain", burst=0.0))
 
 
 def test_prefill_and_pauses_are_measured_over_whole_prompts():
