@@ -98,7 +98,9 @@ class _Shape:
             cells = [Cell(self.context, batch, method) for method in ("plain", "plain, exact")]
             yield self.figure(f"exact mode, batch {batch}: seconds over the ordinary mode's", cells, _faster)
         yield from self.prefill_figures()
-        yield from (self.attention(context, batch) for context in self.config["contexts"] for batch in first)
+        for context in self.config["contexts"]:
+            for batch in first:
+                yield from self.attention_figures(context, batch)
         yield from self.peer_figures(peers)
 
     def figure(self, name: str, cells: Sequence[Cell], value: Callable[..., float]) -> Figure:
@@ -191,11 +193,11 @@ class _Shape:
         title = f"longest pause of a running row while {longest} tokens are read, ms"
         yield self.figure(title, [Cell(longest, 1, PAUSE)], lambda c: 1e3 * c["longest_seconds"])
 
-    def attention(self, context: int, batch: int) -> Figure:
-        held = batch * context * self.sizes["kv_bytes_per_token"] / self.shape["target"]["num_layers"]
-        title = f"attention, batch {batch}, context {context}: ms a layer / bytes over bandwidth"
-        cell = Cell(context, batch, ATTENTION)
-        return self.figure(title, [cell], lambda c: c["seconds"] * self.bandwidth / held)
+    def attention_figures(self, context: int, batch: int) -> Iterator[Figure]:
+        floor = batch * context * self.sizes["kv_bytes_per_token"] / self.shape["target"]["num_layers"] / self.bandwidth
+        title, cells = f"attention, batch {batch}, context {context}", [Cell(context, batch, ATTENTION)]
+        yield self.figure(f"{title}: ms a layer", cells, lambda c: 1e3 * c["seconds"])
+        yield self.figure(f"{title}: over floor", cells, lambda c: c["seconds"] / floor)
 
     def peer_figures(self, peers: Sequence[int]) -> Iterator[Figure]:
         folders = [f"{PEER}:{Path(folder).resolve().name}" for folder in self.config["peer"]]

@@ -31,11 +31,12 @@ from eval.gpu_plan import (
 from eval.gpu_rates import busy_rounds, pauses, prefill_seconds, rate_of, ready_engine
 from eval.measurement import device
 from eval.synthetic import Synthetic, synthetic_target
-from selfspec.decoding.engine import DEADLINE, Engine
+from selfspec.decoding.engine import Engine
+from selfspec.target import WHOLE_BURST
 
 OPENING = "opening"
 COMPILES = {"hf static": 1.0, PEER: 1.0, COMPILED_LAYERS: 0.5}  # expected seconds, by `compile_seconds`
-PROGRAMS = 24  # minimum of a measurement
+PROGRAMS = 12  # minimum of a measurement
 Save = Callable[[dict[str, Any]], None]
 
 
@@ -151,7 +152,8 @@ class _Shape:
 
     def engine(self, target: Synthetic, cell: Cell) -> Engine:
         """An engine with a cell's rows."""
-        options: dict[str, Any] = {"policy": cell.kind, "burst": min(DEADLINE, self.config.window_seconds / PROGRAMS)}
+        burst = min(WHOLE_BURST, self.config.window_seconds / PROGRAMS)
+        options: dict[str, Any] = {"policy": cell.kind, "burst": burst}
         if cell.kind == "fixed":
             options |= {"exit_layer": target.made.exit_layer, "num_draft_tokens": _draft_tokens(cell)}
         if cell.kind == "plain, exact":
