@@ -23,7 +23,7 @@ def serve(options: Serve) -> None:
         with talk.waiting("importing torch and transformers"):
             from selfspec.cli.job import keep, learner_of, policy_name
             from selfspec.kernels.threads import set_threads
-            from selfspec.serving.run import run
+            from selfspec.serving.run import DrainingServer
 
         set_threads(options.threads)
         llm = _open(options, talk)
@@ -34,7 +34,8 @@ def serve(options: Serve) -> None:
             _log_to(talk)
         try:
             with as_sentences():
-                run(llm, _config(options), options.host, options.port, say=lambda line: _say(talk, line))
+                where = options.host, options.port
+                DrainingServer(llm, _config(options), *where, say=lambda line: _say(talk, line)).run()
         finally:  # interrupted or not: what was learned is good
             keep(llm.target, policy, learner, options, talk)
 

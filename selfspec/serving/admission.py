@@ -67,12 +67,23 @@ class Dispatcher:
         """Calls that have not ended."""
         return len(self._open)
 
+    def refuse_too_many(self, num_prompts: int, n: int) -> None:
+        """Refuse what could never be admitted: more outputs than may run and wait.
+
+        Raises:
+            Refusal: 400.
+        """
+        most = self._config.max_waiting_requests + self._max_num_seqs
+        if num_prompts * n > most:
+            self._metrics.reject("too_large")
+            message = f"a request may ask for at most {most} outputs (prompts times n), got {num_prompts * n}"
+            raise Refusal(f"{message}; send several requests", param="n" if n > 1 else "prompt")
+
     def submit(self, call: Call) -> None:
         """Send a call to the engine.
 
         Raises:
-            Refusal: 503 where the engine has stopped or is draining, 429 where too much waits, 400 where it could never
-                be admitted.
+            Refusal: 503 where the engine has stopped or is draining, 429 where too much waits.
         """
         if not self.is_healthy:
             reason = "shuts down" if self.is_draining else "has lost its engine"
@@ -81,6 +92,7 @@ class Dispatcher:
         self._admit(call)
         self._open[call.name] = self._sent[call.name] = call
         self._loop.submit(call)
+        self._gauge()
 
     def end(self, call: Call) -> None:
         """Nobody waits for a call any more. Those that have ended are left alone."""
@@ -91,14 +103,7 @@ class Dispatcher:
 
     def _admit(self, call: Call) -> None:
         most, rows = self._config.max_waiting_requests, call.num_rows
-        if rows > most + self._max_num_seqs:
-            self._metrics.reject("too_large")
-            raise Refusal(
-                f"a request may ask for at most {most + self._max_num_seqs} outputs (prompts times n), got {rows}; "
-                "send several requests",
-                param="n" if call.params.n > 1 else "prompt",
-            )
-        waiting = self._news.num_waiting + sum(sent.num_rows for sent in self._sent.values())
+        waiting = self._num_waiting
         tokens = self._news.num_waiting_tokens + sum(
             sent.num_prompt_tokens * sent.params.n for sent in self._sent.values()
         )
@@ -110,6 +115,14 @@ class Dispatcher:
             self._metrics.reject("queue_tokens")
             most = self._config.max_waiting_tokens
             raise self._busy(f"{tokens} prompt tokens wait, and the server lets at most {most} wait", waiting)
+
+    @property
+    def _num_waiting(self) -> int:
+        """Outputs that wait, those included that the engine has not taken yet."""
+        return self._news.num_waiting + sum(sent.num_rows for sent in self._sent.values())
+
+    def _gauge(self) -> None:
+        self._metrics.gauge(self._news.num_running, self._num_waiting, self._news.kv_usage)
 
     def _busy(self, reason: str, waiting: int) -> Refusal:
         seconds = math.ceil(self._seconds * (1 + waiting / self._max_num_seqs))
@@ -144,6 +157,7 @@ class Dispatcher:
             self._has_stopped = True
             for call in list(self._open.values()):
                 self._fail(call, Refusal("the engine has stopped", 500))
+        self._gauge()
 
     def _fail(self, call: Call, refusal: Refusal) -> None:
         self._sent.pop(call.name, None)

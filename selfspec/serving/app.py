@@ -114,6 +114,7 @@ class Server:
             params = asked.params(seed, length, self._vocab_size, **more)
         except ValueError as problem:
             raise refusal_of(problem) from problem
+        self.dispatcher.refuse_too_many(len(prompts), params.n)
         call = Call(f"{kind}-{uuid4().hex}", prompts, params, self.config.request_timeout, drops_output)
         if self.config.log_prompts:
             _log.info("%s: %s", call.name, asked.model_dump_json(exclude_none=True))

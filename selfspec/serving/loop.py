@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import monotonic
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from selfspec.llm import LLM, LLMEngine
 from selfspec.outputs import RequestOutput
 from selfspec.serving.calls import Call
 from selfspec.serving.config import ServerConfig
 from selfspec.serving.metrics import Metrics
-from selfspec.serving.protocol import Refusal
+from selfspec.serving.protocol import CompletionRequest, Refusal
 
 _log = logging.getLogger("selfspec.serving")
 
@@ -39,6 +39,7 @@ class News:
     num_running: int = 0
     num_waiting: int = 0
     num_waiting_tokens: int = 0
+    kv_usage: float = 0.0  # share of the cache in use
     is_last: bool = False  # the thread has ended
 
 
@@ -101,7 +102,6 @@ class EngineLoop:
         except Exception:
             _log.exception("the engine failed: every request ends, and /health says so")
         finally:
-            self._metrics.gauge(0, 0, 0.0)
             self._deliver(News(is_last=True))
 
     def _turn(self, engine: LLMEngine) -> bool:
@@ -188,7 +188,7 @@ class EngineLoop:
         news, self._news = self._news, News()
         news.num_running, news.num_waiting = engine.num_running, engine.num_waiting
         news.num_waiting_tokens = sum(self._unstarted.values())
-        self._metrics.gauge(news.num_running, news.num_waiting, engine.kv_cache_usage)
+        news.kv_usage = engine.kv_cache_usage
         self._deliver(news)
 
 
@@ -198,5 +198,5 @@ def refusal_of(problem: Exception) -> Refusal:
         _log.error("a request could not be taken", exc_info=problem)
         return Refusal(f"the request could not be taken ({type(problem).__name__})", 500)
     message = str(problem)
-    name: Any = message.partition(" ")[0]
-    return Refusal(message, param=name if name.isidentifier() and name.islower() else None)
+    name = message.partition(" ")[0]
+    return Refusal(message, param=name if name in CompletionRequest.model_fields else None)

@@ -1,10 +1,11 @@
-"""`run`: the application behind uvicorn, which a signal drains and ends."""
+"""`DrainingServer`: the application behind uvicorn, which a signal drains and ends."""
 
 from __future__ import annotations
 
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from time import monotonic
 from types import FrameType
 from typing import Any
@@ -20,38 +21,61 @@ SECONDS_TO_SEND = 5  # that connections have for what is left of their answers, 
 
 
 class DrainingServer(uvicorn.Server):
-    """Told to stop, it refuses new requests with 503 until those that run have ended or met the deadline.
+    """The application behind a socket. It starts and stops the engine itself, so that errors there come out of `run`.
 
-    A second signal ends it at once. It starts and stops the engine itself, so that an error there comes out of `run`.
+    Told to stop by a signal, it refuses new requests with 503 until those that run have ended or met the deadline. A
+    second signal ends it at once.
 
     Args:
-        seconds: of the deadline.
-        ready: is called when it listens.
+        port: 0 takes a free one.
+        say: is given a line when it listens.
+
+    Raises:
+        ValueError: host and port cannot be listened at.
     """
 
     def __init__(
-        self, config: uvicorn.Config, dispatcher: Dispatcher, seconds: float, ready: Callable[[], None]
+        self, llm: LLM, config: ServerConfig, host: str, port: int, say: Callable[[str], None] = print
     ) -> None:
-        super().__init__(config)
-        self._dispatcher, self._seconds, self._ready = dispatcher, seconds, ready
+        self._socket = _bound(host, port)
+        app = create_app(llm, config)
+        options: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "lifespan": "off"}
+        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=SECONDS_TO_SEND, **options))
+        self._dispatcher: Dispatcher = app.state.server.dispatcher
+        self._model, self._seconds, self._say = config.model, config.request_timeout, say
         self._stops_at: float | None = None
-        self.signal: int | None = None
-        """The first signal that it got."""
+        self._signal: int | None = None  # the first that it got
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}"
+        """Where it listens."""
+
+    def run(self, sockets: Any = None) -> None:
+        """Serve until SIGTERM or Ctrl-C.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C ended it.
+            what `LLM.engine` raises.
+        """
+        try:
+            super().run([self._socket])
+        finally:
+            self._socket.close()
+        if self._signal == signal.SIGINT:
+            raise KeyboardInterrupt
 
     async def startup(self, sockets: Any = None) -> None:
         await self._dispatcher.start()
         await super().startup(sockets)
-        self._ready()
+        self._say(f"serving {self._model} at {self.url}")
 
     async def shutdown(self, sockets: Any = None) -> None:
         await super().shutdown(sockets)
         await self._dispatcher.stop()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
+        if self._signal is not None:
             self.should_exit = self.force_exit = True
             return
-        self.signal = sig
+        self._signal = sig
         self._stops_at = monotonic() + self._seconds
         self._dispatcher.is_draining = True
 
@@ -61,39 +85,15 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def run(llm: LLM, config: ServerConfig, host: str, port: int, say: Callable[[str], None] = print) -> None:
-    """Serve until SIGTERM or Ctrl-C.
-
-    Args:
-        port: 0 takes a free one.
-        say: is given a line when the server listens.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C ended it.
-        ValueError: host and port cannot be listened at; or what `LLM.engine` raises.
-    """
-    listening = _bound(host, port)
-    app = create_app(llm, config)
-    options: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "lifespan": "off"}
-    settings = uvicorn.Config(app, timeout_graceful_shutdown=SECONDS_TO_SEND, **options)
-    where = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
-    ready = f"serving {config.model} at {where}"
-    server = DrainingServer(settings, app.state.server.dispatcher, config.request_timeout, lambda: say(ready))
-    try:
-        server.run([listening])
-    finally:
-        listening.close()
-    if server.signal == signal.SIGINT:
-        raise KeyboardInterrupt
-
-
 def _bound(host: str, port: int) -> socket.socket:
     """A socket at that address; it does not listen yet, so that nobody connects before the engine is there."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        made = socket.socket(family, kind, protocol)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
+        with ExitStack() as unless_bound:
+            made = unless_bound.enter_context(socket.socket(family, kind, protocol))
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(address)
+            unless_bound.pop_all()
     except OSError as problem:
         raise ValueError(
             f"host and port must be free and this machine's, got {host} and {port} ({problem.strerror}); choose others"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from inspect import signature
+from typing import Any, TypeVar
 
 from selfspec.llm import LLM
 from selfspec.serving.protocol import ChatRequest, Refusal
@@ -24,6 +25,8 @@ class Reader:
         self._llm, self.tokenizer = llm, llm.tokenizer
         self._vocab_size = llm.target.stack.vocab_size
         self._one_at_a_time = asyncio.Lock()
+        template: Any = getattr(llm.tokenizer, "apply_chat_template", None)
+        self._own_names = {"messages"} if template is None else {"messages", *signature(template).parameters}
 
     async def prompts(self, given: Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
         """Token ids of every prompt.
@@ -62,6 +65,10 @@ class Reader:
             _check_text(str(message["content"] or ""), "messages")
         size = sum(len(str(message)) for message in messages)
         more = asked.chat_template_kwargs or {}
+        for name in more:
+            if name in self._own_names:
+                where = "chat_template_kwargs"
+                raise Refusal(f"{where}.{name} is not for clients to choose; leave it out", param=where)
         try:
             ids = await self._away(size, lambda: self._llm.chat_prompt(messages, **more))
         except Exception as problem:  # templates are programs, which raise what they like
