@@ -20,6 +20,7 @@ PAIRS = [
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # of lm-eval and what it brings
 def test_log_likelihoods_through_lm_eval_are_those_of_the_model():
+    pytest.importorskip("tenacity", reason="lm-eval's clients need it")
     from lm_eval.api.instance import Instance
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
