@@ -25,7 +25,7 @@ from tests.helpers import Schedule, decode, generate, make_prompts
 from tests.kernels.samples import layout_of
 from tests.models import build
 from tests.slow import slow
-from tests.target import Target
+from tests.target import Target, load
 
 FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma3_text")
 PAGE = 16
@@ -204,16 +204,17 @@ def weights_in(model):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_an_owned_model_is_not_copied(family):
+def test_an_owned_model_is_not_copied(family, tmp_path):
     model = build(family)
     values = {name: one.clone() for name, one in model.state_dict().items()}
     before = sum(weights_in(model).values())
     stack = Stack(model)
     body = FusedBody(stack.llama, REFERENCE, "share")
     assert sum(weights_in(model).values()) == before and body.num_bytes == 0
-    for name, one in model.state_dict().items():
-        assert torch.equal(one, values[name])
-    assert all(one.is_contiguous() for one in model.parameters())
+    model.save_pretrained(tmp_path)
+    for other in (model, type(model).from_pretrained(tmp_path)):
+        for name, one in other.state_dict().items():
+            assert torch.equal(one, values[name]) and one.is_contiguous()
 
 
 def test_a_models_own_weights_stay_where_they_are_and_copies_are_counted():
@@ -232,14 +233,14 @@ def test_a_models_own_weights_stay_where_they_are_and_copies_are_counted():
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("packing", ["share", "none"])
-@torch.inference_mode()
 def test_every_packing_gives_the_same_numbers(family, packing):
     stack = Stack(build(family))
     layout, _ = next(layouts())
     outputs = []
     for one in ("copy", packing):
         body = FusedBody(stack.llama, REFERENCE, one)
-        hidden = body.run(StaticRows(PagedCache(9, PAGE), layout, REFERENCE), 0, 4, given_tokens(layout))
+        with torch.inference_mode():
+            hidden = body.run(StaticRows(PagedCache(9, PAGE), layout, REFERENCE), 0, 4, given_tokens(layout))
         outputs.append(hidden[real(layout)])
     torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
 
@@ -313,6 +314,14 @@ def test_fused_layers_that_are_slower_are_not_used(caplog):
     stack = installed(build("llama"), (1e-3, 2e-3), caplog)
     assert stack.recorded is None and stack.runner is not None
     assert "recordings run the model's own modules" in caplog.text and "2 ms, 1 ms with" in caplog.text
+
+
+def test_weights_may_be_moved_where_selfspec_loaded_the_model(monkeypatch):
+    owned = []
+    monkeypatch.setattr("selfspec.target.install", lambda stack, **named: owned.append(named["owned"]))
+    load("demo", check=False)
+    load(build("llama"), check=False)
+    assert owned == [True, False]
 
 
 def test_other_families_keep_the_views(caplog):

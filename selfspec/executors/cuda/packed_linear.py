@@ -26,7 +26,8 @@ class PackedLinear:
 
     Args:
         linears: the model's layers. A single one is used as it is.
-        packing: "share": the model's parameters become views of the packed weight, so that it takes no more memory.
+        packing: "share": the model's parameters become views of the packed weight, so that it takes no more memory;
+            they must not be tensors of inference mode.
             "copy": the model stays as it is, and the packed weight is a copy. "none": every layer is a product of its
             own.
     """
@@ -67,7 +68,8 @@ class PackedLinear:
         """Write the model's weights to their places again, if they were edited since the last call.
 
         Args:
-            deeply: write copies in any case: edits through `.data` are not counted.
+            deeply: also after edits through `.data`, which are not counted: copies are written in any case, and shared
+                weights if the model's are in other memory.
 
         Raises:
             ValueError: the shape of a weight changed.
@@ -78,7 +80,7 @@ class PackedLinear:
                     f"a weight {list(place.shape)} was replaced by one {list(own.shape)}; load the model again"
                 )
             if self.packing == "share":
-                if own.data_ptr() != place.data_ptr():  # other memory was put in place by `.data`
+                if deeply and own.data_ptr() != place.data_ptr():
                     place.copy_(own.detach())
                     own.data = place
             elif deeply or own.is_inference() or own._version != self._versions[i]:
@@ -92,7 +94,8 @@ class PackedLinear:
                 zeros = [one.weight.new_zeros(len(one.weight)) for one in self.linears]
                 biases = [one.bias for one in self.linears]
                 self._bias = self._packed([z if b is None else b for z, b in zip(zeros, biases, strict=True)])
-        self._versions = [_version_of(one.own) for one in self._parts]
+        if self.packing == "copy":
+            self._versions = [_version_of(one.own) for one in self._parts]
 
     def _packed(self, tensors: Sequence[Tensor]) -> Tensor:
         packed = torch.cat([one.detach() for one in tensors])
