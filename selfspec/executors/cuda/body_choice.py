@@ -58,6 +58,8 @@ def choose_body(
     measure = measure or replay_seconds
     try:
         body = FusedBody(stack.llama, runner.kernels, _packing(stack.llama, owned))
+        if body.packing == "share" and stack.device.type == "cuda":
+            torch.cuda.empty_cache()  # else torch keeps the memory in which the weights were before
         error = layers_error(stack, body)
         views = _token_seconds(stack, runner, measure)
         stack.recorded = body
