@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfspec.kernels import reference
+from selfspec.kernels.attention_splits import tile_rows_for
 from selfspec.model.attention import Reach, attend_rows
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from tests.kernels import samples
@@ -82,8 +83,8 @@ def check(call, **options):
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_kernel_reads_rows_of_several_stretches(dim):
-    edges = [paged_attention.SPLIT + offset for offset in (-3, -2, 0)]
-    check(samples.paged([(edge, 3) for edge in edges] + [(2 * paged_attention.SPLIT + 5, 1)], 2, 1, dim, 64))
+    edges = [256 + offset for offset in (-3, -2, 0)]
+    check(samples.paged([(edge, 3) for edge in edges] + [(2 * 256 + 5, 1)], 2, 1, dim, 64))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_stretches_that_hold_nothing_visible_add_nothing(options):
 
 @pytest.mark.parametrize("options", [{}, {"window": 9}, {"sinks": torch.tensor([0.5, 3.0, 0.0, -1.0])}])
 def test_kernel_reads_prompts_in_blocks_of_queries(options):
-    assert paged_attention.SHORT < 40
+    assert tile_rows_for(2, 40, 4) < 2 * 40
     check(samples.paged([(0, 40), (30, 33), (5, 1)], 4, 2, 16, 16), **options)
 
 
