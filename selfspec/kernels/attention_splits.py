@@ -20,7 +20,7 @@ STEP = 64  # a split holds a multiple of the keys of a step, which are at most s
 PER_PROCESSOR = 2  # programs that a multiprocessor is to hold at once
 MOST_BUFFERS = 3  # steps whose keys and values are in shared memory: one in use, two on their way
 LONGEST = 2048  # tokens of a split in decoding; a longer row of a ragged batch would keep the others waiting
-KEYS_TO_PARTIALS = 7  # bytes of keys and values that a split reads, to those of its partial results, written and read
+WORTH = 6  # bytes of keys and values that a split reads for each that it adds: queries, partial results written and read
 
 
 class Device(NamedTuple):
@@ -112,7 +112,8 @@ def plan_splits(
         itemsize: bytes of a number of keys and values.
         processors: multiprocessors of the device.
     """
-    worth = KEYS_TO_PARTIALS * rows * (4 * dim + 8) // (dim * itemsize)
+    added = rows * (2 * (4 * dim + 8) + dim * itemsize)
+    worth = WORTH * added // (2 * dim * itemsize)
     least = max(STEP, min(worth, tokens * programs // processors))
     parts = max(1, PER_PROCESSOR * processors // programs)
     longest = LONGEST if blocks == 1 else tokens  # a prompt has tiles enough, and its partial results would be large
