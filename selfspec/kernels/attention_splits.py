@@ -20,7 +20,9 @@ STEP = 64  # a split holds a multiple of the keys of a step, which are at most s
 PER_PROCESSOR = 2  # programs that a multiprocessor is to hold at once
 MOST_BUFFERS = 3  # steps whose keys and values are in shared memory: one in use, two on their way
 LONGEST = 2048  # tokens of a split in decoding; a longer row of a ragged batch would keep the others waiting
-WORTH = 6  # bytes of keys and values that a split reads for each that it adds: queries, partial results written and read
+WORTH = (
+    6  # bytes of keys and values that a split reads for each that it adds: queries, partial results written and read
+)
 
 
 class Device(NamedTuple):
@@ -136,14 +138,16 @@ def device_of(tensor: Tensor) -> Device:
 def launch_options(rows: int, block_d: int, block_n: int, itemsize: int, device: Device) -> dict[str, int]:
     """Warps, stages and registers of a program.
 
-    A warp's registers hold its part of a tile's sums: with more than 8,192 of them, four warps would spill. The keys
+    A warp's registers hold its part of a tile's sums: with more than 8,192 of them, four warps would spill, and eight
+    take the registers of a multiprocessor. The keys
     and values of as many steps are requested ahead as leave shared memory for two programs: two steps of 32 KiB for
     each of them are more than the 30 KiB that a multiprocessor of an H200 must have on their way (4.8 TB/s, 0.8 us).
     """
+    warps = 8 if block_d * rows > 8192 else 4
     tile = rows * block_d * (3 if rows < 64 else 6)  # from 64 rows on, results pass through shared memory, too
-    free = device.shared_bytes // PER_PROCESSOR - 1024 - tile
+    free = device.shared_bytes // (PER_PROCESSOR if warps == 4 else 1) - 1024 - tile
     buffers = max(1, min(MOST_BUFFERS, free // (2 * block_n * block_d * itemsize)))
-    options = {"num_warps": 8 if block_d * rows > 8192 else 4, "num_stages": 1 + buffers}
+    options = {"num_warps": warps, "num_stages": 1 + buffers}
     # Without a bound, the assembler may spill to make registers suffice for more programs than memory does.
     return options if torch.version.hip else options | {"maxnreg": 255}
 

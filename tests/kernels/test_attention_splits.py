@@ -1,4 +1,4 @@
-"""How attention over pages is divided: bytes by its launches and by the interpreter, kernels launched, constant sums."""
+"""How attention over pages is divided: bytes by launches and by the interpreter, kernels, constant order of sums."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def of_recording(batch, context, new, heads):
 @pytest.mark.parametrize("options", [{}, {"window": 150}, {"chunk": 256}, {"split": 128}, {"tile_rows": 32}])
 @pytest.mark.parametrize("more", [0, 3000])
 def test_bytes_are_those_that_the_interpreter_loads_and_stores(options, more):
-    """Nothing is read twice, and no partial result of a split beyond a row's end is written or read."""
+    """A tile reads its keys once, and no partial result of a split beyond a row's end is written or read."""
     call = samples.paged([(397, 3), (0, 0), (130, 1), (3, 9)], 4, 2, 16, 16, padding=1)
     layout = call.layout._replace(most_tokens=call.layout.most_tokens + more)
 
@@ -60,7 +60,12 @@ def test_programs_fill_a_device(batch, heads):
 
 @pytest.mark.parametrize(
     ("batch", "context", "kernels"),
-    [(32, 1024, ["_split"]), (1, 64, ["_split"]), (32, 8192, ["_split", "_combine"]), (1, 1024, ["_split", "_combine"])],
+    [
+        (32, 1024, ["_split"]),
+        (1, 64, ["_split"]),
+        (32, 8192, ["_split", "_combine"]),
+        (1, 1024, ["_split", "_combine"]),
+    ],
 )
 def test_one_kernel_runs_where_one_split_is_enough(batch, context, kernels):
     call = decoding(batch, context, 1, 32, 8, 128, max(context, 64) if batch == 1 else 2 * context)
@@ -94,11 +99,11 @@ def test_one_long_row_does_not_keep_a_batch_of_short_ones_waiting():
 def test_with_a_fixed_split_and_tile_a_row_has_the_same_bits_in_any_call(options, trees):
     """Beside other rows, in another slot, in a recording for more tokens, and with tokens after it."""
     fixed = {"tile_rows": 16, "split": 64, **options}
-    alone = samples.paged([(180, 9)], 4, 2, 16, 16, trees=trees)
+    alone = samples.paged([(180, 9)], 4, 2, 16, 64, trees=trees)
     given = (alone.queries, alone.keys, alone.values)
     wanted = paged_attention.attend(*given, alone.layout, 0.25, **fixed)
     torch.testing.assert_close(wanted, reference.attend(*given, alone.layout, 0.25, **options), rtol=1e-4, atol=1e-5)
-    other = samples.paged([(300, 5), (0, 0), (11, 20)], 4, 2, 16, 16, seed=1, trees=trees)
+    other = samples.paged([(200, 5), (0, 0), (11, 20)], 4, 2, 16, 64, seed=1, trees=trees)
     got = paged_attention.attend(*beside(other, alone, 2000), 0.25, **fixed)
     assert torch.equal(got[len(other.queries) :], wanted)
     if not trees:
@@ -112,9 +117,9 @@ def test_with_a_fixed_split_and_tile_a_row_has_the_same_bits_in_any_call(options
 
 def test_with_a_fixed_split_a_row_has_the_same_bits_whether_or_not_others_have_several():
     fixed = {"tile_rows": 16, "split": 64}
-    alone = samples.paged([(40, 3)], 4, 2, 16, 16)
+    alone = samples.paged([(40, 3)], 4, 2, 16, 64)
     wanted = paged_attention.attend(alone.queries, alone.keys, alone.values, alone.layout, 0.25, **fixed)
-    got = paged_attention.attend(*beside(samples.paged([(300, 5)], 4, 2, 16, 16, seed=1), alone), 0.25, **fixed)
+    got = paged_attention.attend(*beside(samples.paged([(200, 5)], 4, 2, 16, 64, seed=1), alone), 0.25, **fixed)
     assert torch.equal(got[5:], wanted)
 
 
