@@ -56,8 +56,7 @@ class PromptChunks:
         seconds = timer.seconds()
         if seconds is not None:
             self._running = None
-            if num >= LEAST:  # the time of fewer is that of a forward, whatever their number
-                self._size = min(self.most, max(LEAST, int(num * self._limit / max(seconds, 1e-6))))
+            self._size = min(self.most, max(LEAST, int(num * self._limit / max(seconds, 1e-6))))
         return self._size
 
     def measured(self, read: Callable[[], int]) -> None:
@@ -68,4 +67,5 @@ class PromptChunks:
         timer = self._new_timer()
         num = read()
         timer.stop()
-        self._running = num, timer
+        if num >= LEAST:  # the time of fewer is that of a forward, whatever their number
+            self._running = num, timer

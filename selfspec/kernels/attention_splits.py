@@ -149,7 +149,7 @@ def launch_options(rows: int, block_d: int, block_n: int, itemsize: int, device:
     buffers = max(1, min(MOST_BUFFERS, free // (2 * block_n * block_d * itemsize)))
     options = {"num_warps": warps, "num_stages": 1 + buffers}
     # Without a bound, the assembler may spill to make registers suffice for more programs than memory does.
-    return options if torch.version.hip else options | {"maxnreg": 255}
+    return options | {"maxnreg": 255} if itemsize < 4 and torch.version.hip is None else options
 
 
 @triton.jit

@@ -91,12 +91,12 @@ def test_running_rows_get_a_round_after_every_chunk_and_the_same_tokens(late):
     target = Target(build("llama", max_position_embeddings=1024))
     long_prompts, short = make_prompts([700, 400], seed=3), make_prompts([5])[0]
     engine = Engine(target, policy=Schedule(1, 4), max_batch_size=3, max_cached_tokens=4096, prefill_chunk=256, burst=0)
-    device = Device(3e-4, late)
+    device = Device(2.0**-12, late)
     device.progress = lambda: sum(row.num_cached for row in engine.rows)
-    engine.chunks = PromptChunks(256, 1 / 30, device.timer)
+    engine.chunks = PromptChunks(256, 2.0**-5, device.timer)
     first = engine.submit(short, max_new_tokens=100)
     rounds = engine.step()
-    others = [engine.submit(prompt, max_new_tokens=6) for prompt in long_prompts]
+    others = [engine.submit(prompt, max_new_tokens=90) for prompt in long_prompts]
     read = [0]
     while read[-1] < 699 + 399:
         [round_] = engine.step()
@@ -104,10 +104,10 @@ def test_running_rows_get_a_round_after_every_chunk_and_the_same_tokens(late):
         rounds.append(round_)
         read.append(sum(min(row.num_cached, row.num_prompt_tokens - 1) for row in engine.rows[1:]))
     chunks = [after - before for before, after in pairwise(read)]
-    assert chunks[0] == 256, "no time is known yet"
-    assert 111 in chunks and max(chunks[late + 1 :]) == 111, "tokens of a thirtieth of a second"
+    assert set(chunks[: late + 1]) == {256}, "no time is known yet"
+    assert set(chunks[late + 1 : -1]) == {128}, "what takes the time that a chunk may take"
     done = drain(engine, before=rounds).completions
-    for number, prompt, length in [(first, short, 100), *zip(others, long_prompts, (6, 6), strict=True)]:
+    for number, prompt, length in [(first, short, 100), *zip(others, long_prompts, (90, 90), strict=True)]:
         assert done[number].tokens == generate(target.model, prompt, length)
 
 
