@@ -1,4 +1,4 @@
-"""`Kernels`: the four kernels together, by Triton or as reference implementations."""
+"""`Kernels`: the five kernels together, by Triton or as reference implementations."""
 
 from __future__ import annotations
 
@@ -26,9 +26,12 @@ class Kernels(NamedTuple):
     attend: Callable[..., Tensor]
     pick: Pick
     accept: Callable[..., Accepted]
+    advance: Callable[..., None]
 
 
-REFERENCE = Kernels("reference", reference.scatter, reference.attend, reference.pick, reference.accept)
+REFERENCE = Kernels(
+    "reference", reference.scatter, reference.attend, reference.pick, reference.accept, reference.advance
+)
 
 
 @cache
@@ -64,8 +67,9 @@ def triton_kernels() -> Kernels:
         ImportError: Triton is not installed.
     """
     from selfspec.kernels.fused_accept import accept
+    from selfspec.kernels.fused_advance import advance
     from selfspec.kernels.fused_pick import pick
     from selfspec.kernels.kv_scatter import scatter
     from selfspec.kernels.paged_attention import attend
 
-    return Kernels("triton", scatter, attend, pick, accept)
+    return Kernels("triton", scatter, attend, pick, accept, advance)
