@@ -82,6 +82,8 @@ class CompiledBody:
         self._in_blocks = {id(x.weight) for x in weights.linears() if x.blocks is not None}
         self._sums_all = self._file is None or not self._file.sees_all
         self._num_edits, self._sums = self._count_edits(), self._checksums()
+        self.version = 0
+        """How often `refresh` found edited weights."""
         self.buffer_pool = BufferPool[Any]()
         """Buffers of compiled rounds; see `selfspec.executors.cpu.rounds`."""
         self.threads_for_few: int | None = None
@@ -245,6 +247,7 @@ class CompiledBody:
             if offset:
                 copy.add_(offset)
         self._in_blocks -= edited
+        self.version += 1
         self._num_edits, self._sums = num_edits, self._checksums() if edited else sums
 
     def threads(self, num_tokens: int) -> int:
