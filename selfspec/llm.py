@@ -48,8 +48,8 @@ class LLM:
             precision, too; see `selfspec.model.exact`.
         max_num_seqs: sequences decoded together; others wait.
         speculative: how drafts are made.
-        prefix_cache: whether prompts that begin like earlier prompts and outputs use their keys and values, and are read
-            from where they differ. With compiled layers and in exact mode these are the same bits; else they may be
+        prefix_cache: whether a prompt that begins like an earlier prompt or output uses its keys and values, and is
+            read from where it differs. With compiled layers and in exact mode these are the same bits; else they may be
             rounded differently, as between any two batch sizes. Default: with compiled layers, in exact mode and on a
             GPU.
         prefix_cache_tokens: tokens of them that are kept from one call of `generate`, `chat` or `stream` to the next,
