@@ -172,6 +172,8 @@ class PrefixCache:
             if self._note(block):
                 self._idle[block] = None
                 held += 1
+            elif (known := self._branches[key.branch]) in self._idle:
+                self._idle.move_to_end(known)  # as late as the pages before it
         self.cache.release(row.pages[held:], max(0, row.limit - held * size))
         blocks, row.blocks = row.blocks, []
         self._let_go(blocks)

@@ -75,11 +75,13 @@ class CompiledBody:
         self._norms = [[n and self._copied(n.weight, n.offset) for n in x.norms] for x in self.layers]
         self._structs: WeakKeyDictionary[PagedCache, tuple[Any, Any, dict[int, Any]]] = WeakKeyDictionary()
         heads, copied = [w for w in (head.weight, head.bias) if w is not None], [own for _, own, _ in self._copies]
-        every = [*heads, *copied, *(w for layer in self.layers for w in layer.weights())]
+        every = [embedding, *heads, *copied, *(w for layer in self.layers for w in layer.weights())]
         self._weights = list({id(w): w for w in every}.values())
         self._tracked = [w for w in self._weights if not w.is_inference()]  # inference tensors count no edits
         self._file = weights.file
         self._in_blocks = {id(x.weight) for x in weights.linears() if x.blocks is not None}
+        if self._file is not None:
+            self._in_blocks |= {id(embedding)} & self._file.held(deeply=False).keys()
         self._sums_all = self._file is None or not self._file.sees_all
         self._num_edits, self._sums = self._count_edits(), self._checksums()
         self.version = 0
