@@ -35,8 +35,9 @@ def audit_shared(engine):
 
 def finished(engine, audit=audit_shared):
     """All completions, once nothing is left to do, by request id."""
-    done = {}
+    done, steps = {}, 0
     while engine.has_work:
+        assert (steps := steps + 1) < 500, "the engine makes no progress"
         for round_ in engine.step():
             done |= {row.request_id: row.completion for row in round_.rows if row.completion is not None}
         audit(engine)
