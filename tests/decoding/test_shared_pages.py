@@ -250,14 +250,6 @@ def test_a_short_prompt_does_not_wait_for_a_long_one_nor_the_other_way_round():
 # ------------------------------------------------------------------------------------------------------- mutations
 
 
-def pages_that_are_still_written(self, rows, honest=PrefixCache.publish):
-    """Prompts are shared before they are read."""
-    for row in rows:
-        before, row.num_cached = row.num_cached, max(row.num_cached, len(row.content) - 1)
-        honest(self, [row])
-        row.num_cached = before
-
-
 def any_parent(self, content, num_prompt, blocks, length, honest=PrefixCache._key):
     return honest(self, content, num_prompt, blocks, length)._replace(parent=0)
 
@@ -295,7 +287,6 @@ def check_traffic(kind="eager"):
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        ("publish", pages_that_are_still_written),
         ("_key", any_parent),
         ("_take", users_are_not_counted),
         ("_copied", one_token_more_than_was_copied),
@@ -307,9 +298,3 @@ def test_faults_of_the_cache_are_noticed(monkeypatch, name, fault):
     monkeypatch.setattr(PrefixCache, name, fault)
     with pytest.raises((AssertionError, KeyError, IndexError)):
         check_traffic()
-
-
-def test_shapes_that_are_not_told_apart_are_noticed_in_exact_mode(monkeypatch):
-    monkeypatch.setattr("selfspec.model.exact.ExactStack.num_wide", lambda self, num_tokens: 0)
-    with pytest.raises(AssertionError):
-        test_exact_mode_finds_the_bits_that_it_would_write(16)
