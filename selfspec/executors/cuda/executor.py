@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -16,8 +17,7 @@ from selfspec.executors.verdict import Verdict
 class CudaExecutor(Executor):
     """Replays recorded rounds of the stack's runner.
 
-    It does not serve rows with penalties or log-probabilities. It drafts no second choices: the host would have to wait
-    for every drafted token to place them.
+    It does not serve rows with penalties, log-probabilities or logits processors, nor shadow picks.
 
     Args:
         fallback: runs the rounds that cannot be recorded, because of their shape or of the model.
@@ -43,9 +43,11 @@ class CudaExecutor(Executor):
         plan, seconds, runner = draft.plan, self.new_seconds(), self.stack.runner
         given = [()] * len(rows) if draft.given is None else [guess.tokens for guess in draft.given]
         round_rows = [_round_row(*one) for one in zip(rows, plan.draft_lengths, given, strict=True)]
-        stops = (plan.min_confidence, plan.stop) if plan.exit_layer else (0.0, None)
+        how: tuple[Any, ...] = (0.0, None)
+        if plan.exit_layer:
+            how = (plan.min_confidence, plan.stop, plan.reads_confidence, plan.draft_vocab, plan.second_choices)
         assert runner is not None
-        done = runner.round(self.cache, round_rows, plan.exit_layer or 0, *stops, plan.reads_confidence)
+        done = runner.round(self.cache, round_rows, plan.exit_layer or 0, *how)
         if done is None:
             return self._fallback.round(rows, draft)
         verdicts = [_verdict(one) for one in done]
@@ -63,4 +65,4 @@ def _round_row(row: Row, length: int, given: Sequence[int]) -> RoundRow:
 
 
 def _verdict(row: RowRound) -> Verdict:
-    return Verdict(row.drafted, range(row.accepted + 1), row.block, None, None, confidences=row.confidences)
+    return Verdict(row.drafted, row.path, row.block, None, None, row.tree, row.chain, row.confidences)

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec.control.plan import NUM_BINS, SurvivalStop
+from selfspec.control.plan import NUM_BINS, SecondChoices, SurvivalStop
 from selfspec.executors.cuda.static_rows import fill_pages, upload
-from selfspec.model.kv_cache import PagedCache
+from selfspec.model.draft_vocabulary import HeldSubset
+from selfspec.model.kv_cache import PagedCache, Tree
 
 FIELDS = ("last", "content", "drafts", "room", "seed", "top_k", "temperature", "top_p", "min_p")
 
@@ -44,34 +45,64 @@ class RoundKey(NamedTuple):
     filtered: bool  # whether a row has top_k, top_p or min_p
     stop: str  # the stop rule: "none", "confidence", "survival"
     confident: bool  # whether confidences are reported
+    vocab: int = 0  # size of the part of the vocabulary that is drafted over; 0: all of it
+    seconds: int = 0  # maximum second choices per row; 0: drafts are chains
+
+    @property
+    def nodes(self) -> int:
+        """Places per row for the nodes of its draft."""
+        return self.width + self.seconds
 
 
 class RowRound(NamedTuple):
     """The result of a round for one row."""
 
-    drafted: list[int]
+    drafted: list[int]  # the chain, then second choices
     accepted: int  # number of accepted drafted tokens
     block: list[int]  # accepted drafted tokens and the target's next token, before any cut
     kept: int  # tokens of the block up to the one that ends the row, at most the row's room
     confidences: tuple[float, ...]  # of drafted tokens; empty if not reported
+    chain: int = 0  # drafted tokens without second choices
+    tree: Tree | None = None  # None: no second choice was drafted
+    node: int = 0  # the accepted second choice; 0: none
+
+    @property
+    def path(self) -> Sequence[int]:
+        """The accepted nodes, from node 0 on."""
+        return [*range(self.accepted), self.node] if self.node else range(self.accepted + 1)
 
 
 class RoundInputs:
     """The input buffers of one recorded round."""
 
-    def __init__(self, key: RoundKey, cache: PagedCache, device: torch.device) -> None:
-        self.key, self._tables = key, ((-1,),)
+    def __init__(
+        self, key: RoundKey, cache: PagedCache, device: torch.device, part: HeldSubset | None = None
+    ) -> None:
+        self.key, self.part, self._tables = key, part, ((-1,),)
         columns = len(FIELDS) + key.most_eos + key.width
         self.rows = torch.zeros((key.slots, columns), dtype=torch.int64, device=device)
         self.stops = torch.zeros(2 + NUM_BINS, dtype=torch.float64, device=device)
+        self.rule = torch.zeros(2 + 2 * NUM_BINS, dtype=torch.float64, device=device)
+        """Of second choices: `least`, `enough`, `right` and `second`; see `kernels.draft_tree.grow`."""
         self.pages = torch.zeros((key.slots, cache.pages_for(key.most_tokens)), dtype=torch.int32, device=device)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of device memory of the buffers."""
-        return sum(one.nbytes for one in (self.rows, self.stops, self.pages))
+        return sum(one.nbytes for one in (self.rows, self.stops, self.rule, self.pages))
 
-    def fill(self, rows: Sequence[RoundRow], min_confidence: float, stop: SurvivalStop | None) -> None:
+    @property
+    def shared(self) -> tuple[HeldSubset, ...]:
+        """Buffers that other recordings read, too."""
+        return () if self.part is None else (self.part,)
+
+    def fill(
+        self,
+        rows: Sequence[RoundRow],
+        min_confidence: float,
+        stop: SurvivalStop | None,
+        rule: SecondChoices | None = None,
+    ) -> None:
         """Write a round into the buffers. Unused slots become empty."""
         key, lines = self.key, []
         numbers = [[row.temperature, row.top_p, row.min_p] for row in rows]
@@ -85,16 +116,26 @@ class RoundInputs:
         upload(self.rows, lines + [empty] * (key.slots - len(rows)))
         if key.stop != "none":
             upload(self.stops, [min_confidence, *((stop.least, *stop.calibration) if stop else [0.0] * (NUM_BINS + 1))])
+        if key.seconds and rule is not None:
+            upload(self.rule, [rule.least, rule.enough, *rule.right, *rule.second])
         fill_pages(self.pages, self, tuple(tuple(row.pages) for row in rows))
 
 
 def read_record(record: Tensor, rows: Sequence[RoundRow], key: RoundKey) -> list[RowRound]:
-    """The results of all rows, from the record on the host."""
+    """The results of all rows, from the record on the host: `Accepted.record`, the bits of confidences, and trees."""
     width, results = key.width, list[RowRound]()
-    whole, sure = record[: len(rows)].split([3 + 2 * width, width - 1], 1)
-    for line, confidences in zip(whole.tolist(), sure.int().view(torch.float32).tolist(), strict=True):
-        drafted, accepted, kept = line[:3]
-        block = line[3 + width : 4 + width + accepted]
-        reported = tuple(confidences[:drafted]) if key.confident else ()
-        results.append(RowRound(line[3 : 3 + drafted], accepted, block, kept, reported))
+    parts = [3 + 2 * width, width - 1, 3 + 2 * key.nodes if key.seconds else 0]
+    whole, sure, trees = record[: len(rows)].split(parts, 1)
+    lines = zip(whole.tolist(), sure.int().view(torch.float32).tolist(), trees.tolist(), strict=True)
+    for line, confidences, nodes in lines:
+        length, accepted, kept = line[:3]
+        drafted, block = line[3 : 3 + length], line[3 + width : 4 + width + accepted]
+        tree, node = None, 0
+        if nodes:
+            tokens, parents = nodes[3 : 3 + key.nodes], nodes[3 + key.nodes :]
+            count, length, node = nodes[:3]
+            drafted = tokens[1:count]
+            tree = Tree((-1, *parents[1:count])) if count > length + 1 else None
+        reported = tuple(confidences[:length]) if key.confident else ()
+        results.append(RowRound(drafted, accepted, block, kept, reported, length, tree, node))
     return results

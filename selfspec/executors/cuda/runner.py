@@ -10,11 +10,12 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from selfspec.control.plan import SurvivalStop
+from selfspec.control.plan import SecondChoices, SurvivalStop
 from selfspec.executors.cuda.capture import CannotCapture, Capture, CudaCapture
 from selfspec.executors.cuda.graphs import Graphs, Recorded
 from selfspec.executors.cuda.round_inputs import RoundInputs, RoundKey, RoundRow, RowRound, read_record
@@ -24,6 +25,7 @@ from selfspec.executors.cuda.static_rows import LayersInputs, StaticRows
 from selfspec.executors.cuda.storage import Storages
 from selfspec.executors.cuda.whole_round import WholeRound
 from selfspec.kernels.suite import Kernels, has_triton, triton_kernels
+from selfspec.model.draft_vocabulary import HeldSubset
 from selfspec.model.kv_cache import PackedRows, PagedCache
 from selfspec.model.self_check import TOLERANCE, split_error
 
@@ -78,6 +80,7 @@ class Runner:
         self.refused: str | None = None
         """The first operation that could not be recorded; everything then runs eagerly."""
         self._heads = stack.exit_heads
+        self._parts = WeakValueDictionary[int, HeldSubset]()  # by size; recordings hold them
         self._given: dict[bool, Tensor] = {}  # input buffers of layers, for tokens and for hidden states
         self._lock = threading.Lock()  # a target may serve several threads, and buffers are shared
 
@@ -144,6 +147,8 @@ class Runner:
         min_confidence: float = 0.0,
         stop: SurvivalStop | None = None,
         confident: bool = False,
+        draft_vocab: int | None = None,
+        second_choices: SecondChoices | None = None,
     ) -> list[RowRound] | None:
         """Run one round of a small batch; None if it cannot be run from a recording.
 
@@ -152,25 +157,30 @@ class Runner:
             min_confidence: a row stops drafting after a token of lower confidence.
             stop: when all rows stop drafting together.
             confident: report confidences of drafted tokens.
+            draft_vocab: draft over so many of the most frequent tokens; None: over the whole vocabulary.
+            second_choices: where second choices are drafted, too.
         """
         storage = self.storages.of(cache)
         if storage is None or self.refused is not None or not torch.is_inference_mode_enabled():
             return None
         kind = "survival" if stop is not None else "confidence" if min_confidence > 0 else "none"
-        key = self._round_key(rows, storage.cache.room, exit_layer, kind, confident)
+        most_seconds = 0 if second_choices is None else max(0, second_choices.most)
+        key = self._round_key(rows, storage.cache.room, exit_layer, kind, confident, most_seconds)
         if key is None:
             return None
         with self._lock:
+            part = self._part(draft_vocab) if key.exit_layer else None
+            key = key._replace(vocab=0 if part is None else len(part.tokens))
             if self.stack.exit_heads is not self._heads:  # recorded rounds read the previous heads
                 self._heads = self.stack.exit_heads
                 self.graphs.forget(lambda one: one[1] == "round")  # type: ignore[index]
 
             def prepare() -> tuple[RoundInputs, WholeRound]:
-                inputs = RoundInputs(key, storage.cache, self.stack.device)
+                inputs = RoundInputs(key, storage.cache, self.stack.device, part)
                 return inputs, WholeRound(self.stack, storage.cache, self.kernels, inputs)
 
             made = self._recorded(
-                (storage, "round", key), prepare, lambda inputs: inputs.fill(rows, min_confidence, stop)
+                (storage, "round", key), prepare, lambda inputs: inputs.fill(rows, min_confidence, stop, second_choices)
             )
             if made is None:
                 return None
@@ -178,20 +188,34 @@ class Runner:
             record = made.recording.outputs[0].cpu()  # the round's one copy to the host
         return read_record(record, rows, key)
 
+    def _part(self, size: int | None) -> HeldSubset | None:
+        """The part of the vocabulary of this size, up to date; None: drafts are over the whole vocabulary."""
+        subset = self.stack.draft_subset(size)
+        if subset is None:
+            return None
+        held = self._parts.get(len(subset.tokens))
+        if held is None:
+            held = self._parts[len(subset.tokens)] = HeldSubset(subset)
+        held.take(subset)
+        return held
+
     def _round_key(
-        self, rows: Sequence[RoundRow], room: int, exit_layer: int, stop: str, confident: bool
+        self, rows: Sequence[RoundRow], room: int, exit_layer: int, stop: str, confident: bool, most_seconds: int
     ) -> RoundKey | None:
         longest = max(row.drafts for row in rows)
         if longest == 0:
             exit_layer, stop = 0, "none"
         slots = round_up(len(rows), SLOTS)
-        if slots is None or len(rows) > self.max_rows or longest + 1 > MAX_WIDTH:
+        seconds = min(most_seconds, longest) if exit_layer else 0
+        if slots is None or len(rows) > self.max_rows or longest + 1 + seconds > MAX_WIDTH:
             return None
         most_eos = 1 << max(0, max(len(row.eos) for row in rows) - 1).bit_length()
         hot = [row for row in rows if row.temperature > 0]
         filtered = any(row.top_k or row.top_p < 1 or row.min_p for row in hot)
-        most_tokens = token_capacity(max(row.content + longest for row in rows), room)
-        return RoundKey(exit_layer, longest + 1, slots, most_tokens, most_eos, bool(hot), filtered, stop, confident)
+        most_tokens = token_capacity(max(row.content + longest + seconds for row in rows), room)
+        return RoundKey(
+            exit_layer, longest + 1, slots, most_tokens, most_eos, bool(hot), filtered, stop, confident, 0, seconds
+        )
 
     def _recorded(
         self, key: Any, prepare: Callable[[], tuple[Any, Any]], fill: Callable[[Any], None]
