@@ -99,9 +99,9 @@ def _grow(
     survival = tl.full((), 1, tl.float64)
     for at in range(LENGTH):  # in order, as on the host: rounding must not move a choice
         sure = tl.load(sure_ptr + slot * LENGTH + at).to(tl.float64)
-        bin = tl.sum((edges <= sure).to(tl.int32), 0)
-        right = tl.load(rule_ptr + 2 + bin)
-        second = tl.load(rule_ptr + 3 + EDGES + bin)
+        group = tl.sum((edges <= sure).to(tl.int32), 0)
+        right = tl.load(rule_ptr + 2 + group)
+        second = tl.load(rule_ptr + 3 + EDGES + group)
         chance = tl.where(place == at, survival * (1 - right) * second, chance)
         survival = survival * right
     above = chance[None, :] > chance[:, None]
@@ -109,7 +109,8 @@ def _grow(
     rank = tl.sum(((above | before) & valid[None, :]).to(tl.int32), 1)
     least, enough = tl.load(rule_ptr), tl.load(rule_ptr + 1)
     chosen = valid & (rank < tl.minimum(MOST, room - 1 - chain)) & (chance > least)
-    chosen = chosen & (tl.sum(tl.where(chosen, chance - least, 0.0), 0) > enough)
+    gain = tl.sum(tl.where(chosen, chance - least, 0.0), 0)
+    chosen = tl.where(chosen, gain, enough) > enough
     order = tl.cumsum(chosen.to(tl.int32), 0) - 1
     count = tl.where(chain < 0, 0, chain + 1 + tl.sum(chosen.to(tl.int32), 0))
     node = tl.arange(0, NODES)
@@ -121,8 +122,8 @@ def _grow(
     held = place < LENGTH
     firsts = tl.load(drafted_ptr + slot * LENGTH + place, mask=held, other=0)
     others = tl.load(seconds_ptr + slot * LENGTH + place, mask=held, other=0)
-    next = (place[None, :] + 1 == node[:, None]) & (node <= chain)[:, None]
-    token = tl.sum(tl.where(next, firsts[None, :], tl.where(of, others[None, :], 0)), 1)
+    is_next = (place[None, :] + 1 == node[:, None]) & (node <= chain)[:, None]
+    token = tl.sum(tl.where(is_next, firsts[None, :], tl.where(of, others[None, :], 0)), 1)
     token = tl.where(node == 0, tl.load(last_ptr + slot), token)
     bit = tl.full((), 1, tl.int64)
     seen = ((bit << (parent + 1).to(tl.int64)) - 1) | (bit << node.to(tl.int64))
