@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from selfspec.kernels.layout import MOST_NODES, DraftTree, Layout, SamplingTensors
+from selfspec.kernels.layout import CONTENT, LAST, MOST_NODES, ROOM, DraftTree, Layout, SamplingTensors
 
 INT32, INT64, FLOAT32 = torch.int32, torch.int64, torch.float32
 
@@ -88,9 +88,7 @@ def check_attend(queries: Tensor, keys: Tensor, values: Tensor, layout: Layout, 
         require.dense("sinks", sinks, sinks.dtype, heads)
 
 
-def check_pick(
-    logits: Tensor, sampling: SamplingTensors, noise: Tensor | None, names: Tensor | None = None
-) -> None:
+def check_pick(logits: Tensor, sampling: SamplingTensors, noise: Tensor | None, names: Tensor | None = None) -> None:
     """Raise ValueError for arguments that `fused_pick.pick` does not accept."""
     require = Requirements("pick", logits.device)
     require.holds("logits", "[N, vocab]", list(logits.shape), logits.dim() == 2)
@@ -131,6 +129,16 @@ def check_accept(
     if sums is not None:
         require.holds("sums", f"[2, at least {most_new}]", list(sums.shape), sums.dim() == 2)
         require.lines("sums", sums, INT64, 2, max(most_new, sums.shape[1]))
+
+
+def check_advance(state: Tensor, num_kept: Tensor, ended: Tensor, last: Tensor) -> None:
+    """Raise ValueError for arguments that `fused_advance.advance` does not accept."""
+    require, least = Requirements("advance", state.device), 1 + max(LAST, CONTENT, ROOM)
+    is_wide = state.dim() == 2 and state.shape[1] >= least
+    require.holds("state", f"[S, at least {least}]", list(state.shape), is_wide)
+    require.lines("state", state, INT64, *state.shape)
+    for name, tensor, dtype in (("num_kept", num_kept, INT32), ("ended", ended, INT32), ("last", last, INT64)):
+        require.dense(name, tensor, dtype, state.shape[0])
 
 
 def check_grow(

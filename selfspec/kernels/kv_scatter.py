@@ -1,5 +1,6 @@
-"""Writes new keys and values to KV pages, and moves some (Triton). The references are `selfspec.kernels.reference.scatter`
-and `selfspec.kernels.reference_trees.move`.
+"""Writes new keys and values to KV pages, and moves some (Triton).
+
+`selfspec.kernels.reference.scatter` and `selfspec.kernels.reference_trees.move` are the references.
 """
 
 from __future__ import annotations
@@ -76,9 +77,7 @@ def move(keys: Tensor, values: Tensor, source: Tensor, target: Tensor) -> None:
 
 
 @triton.jit
-def _move(
-    keys_ptr, values_ptr, source_ptr, target_ptr, KEYS: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr
-):
+def _move(keys_ptr, values_ptr, source_ptr, target_ptr, KEYS: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr):
     one = tl.program_id(0)
     target = tl.load(target_ptr + one)
     if target < 0:

@@ -89,3 +89,5 @@ class Accepted(NamedTuple):
 
 
 ENDED_BY_EOS, ENDED_BY_LENGTH = 1, 2
+
+LAST, CONTENT, ROOM = range(3)  # columns of the rows that `advance` updates

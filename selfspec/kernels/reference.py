@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from selfspec.kernels.checks import check_accept, check_attend, check_pick, check_scatter
+from selfspec.kernels.checks import check_accept, check_advance, check_attend, check_pick, check_scatter
 from selfspec.kernels.gumbel import gumbel
-from selfspec.kernels.layout import MOST_NODES, Accepted, Layout, SamplingTensors
+from selfspec.kernels.layout import CONTENT, LAST, MOST_NODES, ROOM, Accepted, Layout, SamplingTensors
 
 
 def scatter(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -173,3 +173,12 @@ def accept(
     record = torch.cat([drafted, accepted, kept, guess, own], 1)
     accepted, kept, ended = (one[:, 0].int() for one in (accepted, kept, ended))
     return Accepted(accepted, kept, ended, last, record)
+
+
+def advance(state: Tensor, num_kept: Tensor, ended: Tensor, last: Tensor) -> None:
+    """The reference of `selfspec.kernels.fused_advance.advance`."""
+    check_advance(state, num_kept, ended, last)
+    goes_on = ended == 0
+    state[:, LAST] = last
+    state[:, CONTENT] = (state[:, CONTENT] + num_kept) * goes_on
+    state[:, ROOM] = (state[:, ROOM] - num_kept) * goes_on

@@ -1,4 +1,4 @@
-"""Reference implementations, in torch, of the kernels of drafts with second choices. Like the others, they never wait."""
+"""Reference implementations, in torch, of the kernels of drafts with second choices. They never wait, either."""
 
 from __future__ import annotations
 

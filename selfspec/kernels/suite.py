@@ -26,6 +26,7 @@ class Kernels(NamedTuple):
     attend: Callable[..., Tensor]
     pick: Pick
     accept: Callable[..., Accepted]
+    advance: Callable[..., None]
     pick_two: Callable[..., tuple[Tensor, Tensor, Tensor]]
     grow: Callable[..., DraftTree]
     follow: Callable[..., Branches]
@@ -33,8 +34,8 @@ class Kernels(NamedTuple):
 
 
 REFERENCE = Kernels(
-    "reference", reference.scatter, reference.attend, reference.pick, reference.accept, reference.pick_two,
-    reference_trees.grow, reference_trees.follow, reference_trees.move,
+    "reference", reference.scatter, reference.attend, reference.pick, reference.accept, reference.advance,
+    reference.pick_two, reference_trees.grow, reference_trees.follow, reference_trees.move,
 )  # fmt: skip
 
 
@@ -74,8 +75,9 @@ def triton_kernels() -> Kernels:
     """
     from selfspec.kernels.draft_tree import follow, grow
     from selfspec.kernels.fused_accept import accept
+    from selfspec.kernels.fused_advance import advance
     from selfspec.kernels.fused_pick import pick, pick_two
     from selfspec.kernels.kv_scatter import move, scatter
     from selfspec.kernels.paged_attention import attend
 
-    return Kernels("triton", scatter, attend, pick, accept, pick_two, grow, follow, move)
+    return Kernels("triton", scatter, attend, pick, accept, advance, pick_two, grow, follow, move)

@@ -180,7 +180,7 @@ class HeldSubset(Subset):
         self.made_of, self._head = subset.made_of, subset._head
         self.tokens.copy_(subset.tokens)
         for held, whole in zip(self.linear[:2], self._head[:2], strict=True):
-            if held is not None:
+            if held is not None and whole is not None:
                 torch.index_select(whole.detach(), 0, self.tokens, out=held)
 
 

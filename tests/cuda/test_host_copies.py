@@ -81,7 +81,7 @@ def test_layers_and_heads_copy_nothing_from_the_host(family, dtype):
 def test_a_round_copies_nothing_from_the_host(stop):
     stack = on_meta("llama", torch.float32)
     cache = PagedCache(4, 16)
-    key = RoundKey(1, 3, 2, 32, 1, True, True, stop, True)
+    key = RoundKey(1, 3, 2, 32, 1, True, True, stop)
     body = WholeRound(stack, cache, REFERENCE, RoundInputs(key, cache, stack.device))
     body()
     with NoHostCopies():

@@ -21,7 +21,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from selfspec.kernels import draft_tree, fused_accept, fused_pick, kv_scatter, paged_attention, reference_trees
+from selfspec.kernels import (
+    draft_tree,
+    fused_accept,
+    fused_advance,
+    fused_pick,
+    kv_scatter,
+    paged_attention,
+    reference_trees,
+)
 from tests.kernels import samples
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
@@ -139,6 +147,10 @@ def calls() -> dict[str, Callable[[], Any]]:
         sums = torch.zeros(2, 8, dtype=torch.int64)
         fused_accept.accept(ids, ids, small, small, small, ids.view(2, 4), 8, sums)
 
+    def advance() -> None:
+        small = torch.zeros(32, dtype=torch.int32)
+        fused_advance.advance(torch.zeros(32, 15, dtype=torch.int64), small, small, small.long())
+
     return {
         "scatter, 8 key heads of 128": scatter,
         "attend, 1 token, 32:8 heads of 128": attend(128, 32, 8, 1),
@@ -156,6 +168,7 @@ def calls() -> dict[str, Callable[[], Any]]:
         "pick, sampled, 128256 tokens": pick((0.8, 0, 1.0, 0.0)),
         "pick, filtered, 128256 tokens": pick((0.8, 50, 0.9, 0.0)),
         "accept, 8 places": accept,
+        "advance, 32 rows": advance,
         "pick of two, filtered, 16032 of the tokens": pick_two,
         "second choices beside 5 drafted tokens": tree,
         "moved, 8 key heads of 128": move,

@@ -54,6 +54,7 @@ def check_kernels(
         yield from check_prompts(place, dtype, seed, most)
     yield from check_pick(place, seed, most)
     yield from check_accept(place, seed)
+    yield from check_advance(place, seed)
 
 
 def check_scatter(device: torch.device, dtype: torch.dtype, seed: int = 0, most: int = MOST) -> Iterator[Case]:
@@ -157,6 +158,22 @@ def check_accept(device: torch.device, seed: int = 0) -> Iterator[Case]:
     live = given[3] > 0
     wrong = sum(int((a[live] != b[live]).sum()) for a, b in zip(got, wanted, strict=True))
     yield Case("accept", f"{slots} rows", float(wrong + int((sums[0] != sums[1]).sum())), 0.0)
+
+
+def check_advance(device: torch.device, seed: int = 0) -> Iterator[Case]:
+    """Every column of the rows, those that stay included, for a number of rows that is no power of two."""
+    from selfspec.kernels.fused_advance import advance
+
+    rng = torch.Generator().manual_seed(seed)
+    for slots in (1, 23):
+        rows = torch.randint(0, 1 << 40, (slots, 13), generator=rng).to(device)
+        kept, ended = torch.randint(0, 9, (slots,), generator=rng), torch.randint(0, 3, (slots,), generator=rng)
+        last = torch.randint(0, 1 << 40, (slots,), generator=rng)
+        given = [kept.int().to(device), ended.int().to(device), last.to(device)]
+        got, wanted = rows.clone(), rows.clone()
+        advance(got, *given)
+        reference.advance(wanted, *given)
+        yield Case("advance", f"{slots} rows", float((got != wanted).sum()), 0.0)
 
 
 def _name(dtype: torch.dtype) -> str:

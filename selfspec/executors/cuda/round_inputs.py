@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from selfspec.control.plan import NUM_BINS, SecondChoices, SurvivalStop
+from selfspec.executors.cuda.host_records import HostRecords
 from selfspec.executors.cuda.static_rows import fill_pages, upload
 from selfspec.model.draft_vocabulary import HeldSubset
 from selfspec.model.kv_cache import PagedCache, Tree
 
-FIELDS = ("last", "content", "drafts", "room", "seed", "top_k", "temperature", "top_p", "min_p")
+FIELDS = ("last", "content", "room", "drafts", "seed", "top_k", "temperature", "top_p", "min_p")
+"""Columns of the uploaded rows. The first ones are those of `kernels.layout.LAST`, `CONTENT` and `ROOM`."""
 
 
 class RoundRow(NamedTuple):
@@ -24,7 +27,7 @@ class RoundRow(NamedTuple):
     last: int  # its last token
     room: int  # tokens that it may still emit
     eos: Sequence[int]  # tokens that end it
-    drafts: int  # maximum number of tokens to draft, or the number of given ones
+    drafts: int  # maximum number of tokens to draft, or the number of given ones; below `room` on the device
     given: Sequence[int]  # drafted tokens, if no layer drafts
     temperature: float
     top_k: int
@@ -44,7 +47,6 @@ class RoundKey(NamedTuple):
     sampled: bool  # whether a row has a temperature above 0
     filtered: bool  # whether a row has top_k, top_p or min_p
     stop: str  # the stop rule: "none", "confidence", "survival"
-    confident: bool  # whether confidences are reported
     vocab: int = 0  # size of the part of the vocabulary that is drafted over; 0: all of it
     seconds: int = 0  # maximum second choices per row; 0: drafts are chains
 
@@ -59,7 +61,7 @@ class RowRound(NamedTuple):
 
     drafted: list[int]  # the chain, then second choices
     accepted: int  # number of accepted drafted tokens
-    block: list[int]  # accepted drafted tokens and the target's next token, before any cut
+    block: list[int]  # accepted drafted tokens and the target's next token, before any cut; empty if it ended before
     kept: int  # tokens of the block up to the one that ends the row, at most the row's room
     confidences: tuple[float, ...]  # of drafted tokens; empty if not reported
     chain: int = 0  # drafted tokens without second choices
@@ -73,12 +75,14 @@ class RowRound(NamedTuple):
 
 
 class RoundInputs:
-    """The input buffers of one recorded round."""
+    """The input buffers of one recorded round, and the places on the host for its results.
 
-    def __init__(
-        self, key: RoundKey, cache: PagedCache, device: torch.device, part: HeldSubset | None = None
-    ) -> None:
-        self.key, self.part, self._tables = key, part, ((-1,),)
+    The rows are empty slots until they are filled. A round changes them into the rows of the next round.
+    """
+
+    def __init__(self, key: RoundKey, cache: PagedCache, device: torch.device, part: HeldSubset | None = None) -> None:
+        self.key, self.part, self.records = key, part, HostRecords()
+        self._tables: Sequence[Sequence[int]] = ()
         columns = len(FIELDS) + key.most_eos + key.width
         self.rows = torch.zeros((key.slots, columns), dtype=torch.int64, device=device)
         self.stops = torch.zeros(2 + NUM_BINS, dtype=torch.float64, device=device)
@@ -106,11 +110,11 @@ class RoundInputs:
         """Write a round into the buffers. Unused slots become empty."""
         key, lines = self.key, []
         numbers = [[row.temperature, row.top_p, row.min_p] for row in rows]
-        floats = torch.tensor(numbers, dtype=torch.float32).view(torch.int32).tolist()
+        floats = np.array(numbers, np.float32).view(np.int32).tolist()
         for row, (temperature, top_p, min_p) in zip(rows, floats, strict=True):
             ids = [*row.eos, *[-1] * (key.most_eos - len(row.eos))]
             given = [*row.given, *[0] * (key.width - len(row.given))]
-            one = [row.last, row.content, row.drafts, row.room, row.seed, row.top_k, temperature, top_p, min_p]
+            one = [row.last, row.content, row.room, row.drafts, row.seed, row.top_k, temperature, top_p, min_p]
             lines.append([*one, *ids, *given])
         empty = [0] * self.rows.shape[1]
         upload(self.rows, lines + [empty] * (key.slots - len(rows)))
@@ -118,24 +122,27 @@ class RoundInputs:
             upload(self.stops, [min_confidence, *((stop.least, *stop.calibration) if stop else [0.0] * (NUM_BINS + 1))])
         if key.seconds and rule is not None:
             upload(self.rule, [rule.least, rule.enough, *rule.right, *rule.second])
-        fill_pages(self.pages, self, tuple(tuple(row.pages) for row in rows))
+        fill_pages(self.pages, self, [row.pages for row in rows])
 
 
-def read_record(record: Tensor, rows: Sequence[RoundRow], key: RoundKey) -> list[RowRound]:
-    """The results of all rows, from the record on the host: `Accepted.record`, the bits of confidences, and trees."""
+def read_record(record: Tensor, num_rows: int, key: RoundKey, reports_confidence: bool) -> list[RowRound]:
+    """The results of all rows, from the record on the host: `Accepted.record`, the bits of confidences, and trees.
+
+    A tree is its numbers of nodes and of tokens of the chain, the accepted second choice, and tokens and parents of its
+    nodes.
+    """
     width, results = key.width, list[RowRound]()
-    parts = [3 + 2 * width, width - 1, 3 + 2 * key.nodes if key.seconds else 0]
-    whole, sure, trees = record[: len(rows)].split(parts, 1)
-    lines = zip(whole.tolist(), sure.int().view(torch.float32).tolist(), trees.tolist(), strict=True)
-    for line, confidences, nodes in lines:
+    whole = record[:num_rows].numpy()
+    bits = whole[:, 3 + 2 * width : 2 + 3 * width]
+    sure = bits.astype(np.int32).view(np.float32).tolist() if reports_confidence else None
+    for at, line in enumerate(whole.tolist()):
         length, accepted, kept = line[:3]
-        drafted, block = line[3 : 3 + length], line[3 + width : 4 + width + accepted]
-        tree, node = None, 0
-        if nodes:
-            tokens, parents = nodes[3 : 3 + key.nodes], nodes[3 + key.nodes :]
-            count, length, node = nodes[:3]
-            drafted = tokens[1:count]
-            tree = Tree((-1, *parents[1:count])) if count > length + 1 else None
-        reported = tuple(confidences[:length]) if key.confident else ()
+        drafted, tree, node = line[3 : 3 + length], None, 0
+        if key.seconds:
+            count, length, node, *nodes = line[2 + 3 * width :]
+            drafted = nodes[1:count]
+            tree = Tree((-1, *nodes[1 + key.nodes : key.nodes + count])) if count > length + 1 else None
+        block = line[3 + width : 4 + width + accepted] if kept else []
+        reported = () if sure is None else tuple(sure[at][:length])
         results.append(RowRound(drafted, accepted, block, kept, reported, length, tree, node))
     return results

@@ -15,12 +15,13 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from selfspec.control.plan import SecondChoices, SurvivalStop
+from selfspec.control.plan import UNBOUNDED_ROUNDS, Plan
 from selfspec.executors.cuda.capture import CannotCapture, Capture, CudaCapture
 from selfspec.executors.cuda.graphs import Graphs, Recorded
-from selfspec.executors.cuda.round_inputs import RoundInputs, RoundKey, RoundRow, RowRound, read_record
+from selfspec.executors.cuda.round_inputs import RoundInputs, RoundKey, RoundRow, RowRound
+from selfspec.executors.cuda.rounds import RecordedRounds
 from selfspec.executors.cuda.self_check import round_problem
-from selfspec.executors.cuda.shapes import SLOTS, TOKENS, round_up, shape_of, token_capacity
+from selfspec.executors.cuda.shapes import NEW, SLOTS, TOKENS, round_up, shape_of, token_capacity
 from selfspec.executors.cuda.static_rows import LayersInputs, StaticRows
 from selfspec.executors.cuda.storage import Storages
 from selfspec.executors.cuda.whole_round import WholeRound
@@ -31,7 +32,8 @@ from selfspec.model.self_check import TOLERANCE, split_error
 
 _log = logging.getLogger("selfspec")
 MAX_WIDTH = 16  # tokens per row of a whole round: the attention kernel splits work for at most so many new tokens
-MAX_ROWS = 8  # rows of a whole round, which computes all tokens of all rows, used or not
+MAX_ROWS = 32  # rows of a whole round
+MAX_PLACES = 256  # tokens of a whole round, which computes all of them, used or not
 BUDGET = 2 << 30  # bytes of device memory for recordings
 
 
@@ -120,6 +122,7 @@ class Runner:
 
             def prepare() -> tuple[LayersInputs, Callable[[], tuple[Tensor, ...]]]:
                 inputs = LayersInputs(shape, storage.cache, buffer[: shape.tokens])
+                inputs.fill(rows.spans, given)
 
                 def body() -> tuple[Tensor, ...]:
                     static = StaticRows(storage.cache, inputs.layout, self.kernels)
@@ -129,9 +132,10 @@ class Runner:
 
                 return inputs, body
 
-            made = self._recorded(key, prepare, lambda inputs: inputs.fill(rows.spans, given))
+            made = self._recorded(key, prepare)
             if made is None:
                 return None
+            made.inputs.fill(rows.spans, given)
             made.recording.replay()
             count = rows.num_tokens
             hidden, *states = (one[:count].clone() for one in made.recording.outputs)
@@ -139,37 +143,23 @@ class Runner:
             taps.update(zip(tapped, states, strict=True))
         return hidden
 
-    def round(
-        self,
-        cache: PagedCache,
-        rows: Sequence[RoundRow],
-        exit_layer: int,
-        min_confidence: float = 0.0,
-        stop: SurvivalStop | None = None,
-        confident: bool = False,
-        draft_vocab: int | None = None,
-        second_choices: SecondChoices | None = None,
-    ) -> list[RowRound] | None:
-        """Run one round of a small batch; None if it cannot be run from a recording.
+    @torch.inference_mode()
+    def begin(self, cache: PagedCache, rows: Sequence[RoundRow], plan: Plan, longest: int = 0) -> RecordedRounds | None:
+        """Prepare rounds of a batch, of which none is launched; None if they cannot be run from a recording.
 
         Args:
-            exit_layer: number of layers that draft. 0: all layers verify the rows' given drafts, which may be empty.
-            min_confidence: a row stops drafting after a token of lower confidence.
-            stop: when all rows stop drafting together.
-            confident: report confidences of drafted tokens.
-            draft_vocab: draft over so many of the most frequent tokens; None: over the whole vocabulary.
-            second_choices: where second choices are drafted, too.
+            plan: which layers draft (0 or None: all layers verify the rows' given drafts, which may be empty), and when
+                drafts stop. Its draft lengths are not read.
+            longest: maximum number of drafted tokens of a row in these and later rounds, which then share a recording.
         """
         storage = self.storages.of(cache)
-        if storage is None or self.refused is not None or not torch.is_inference_mode_enabled():
+        if storage is None or self.refused is not None:
             return None
-        kind = "survival" if stop is not None else "confidence" if min_confidence > 0 else "none"
-        most_seconds = 0 if second_choices is None else max(0, second_choices.most)
-        key = self._round_key(rows, storage.cache.room, exit_layer, kind, confident, most_seconds)
+        key = self._round_key(rows, storage.cache.room, plan, longest)
         if key is None:
             return None
         with self._lock:
-            part = self._part(draft_vocab) if key.exit_layer else None
+            part = self._part(plan.draft_vocab) if key.exit_layer else None
             key = key._replace(vocab=0 if part is None else len(part.tokens))
             if self.stack.exit_heads is not self._heads:  # recorded rounds read the previous heads
                 self._heads = self.stack.exit_heads
@@ -179,14 +169,21 @@ class Runner:
                 inputs = RoundInputs(key, storage.cache, self.stack.device, part)
                 return inputs, WholeRound(self.stack, storage.cache, self.kernels, inputs)
 
-            made = self._recorded(
-                (storage, "round", key), prepare, lambda inputs: inputs.fill(rows, min_confidence, stop, second_choices)
-            )
+            made = self._recorded((storage, "round", key), prepare)
             if made is None:
                 return None
-            made.recording.replay()
-            record = made.recording.outputs[0].cpu()  # the round's one copy to the host
-        return read_record(record, rows, key)
+            made.inputs.fill(rows, plan.min_confidence, plan.stop, plan.second_choices)
+        spare = key.most_tokens - max(row.content for row in rows) - key.seconds
+        fitting = UNBOUNDED_ROUNDS if key.most_tokens == storage.cache.room else spare // key.width
+        return RecordedRounds(made, self._lock, len(rows), plan.reads_confidence, max(1, fitting))
+
+    def round(self, cache: PagedCache, rows: Sequence[RoundRow], plan: Plan) -> list[RowRound] | None:
+        """Run one round of a batch and wait for it; see `begin`."""
+        rounds = self.begin(cache, rows, plan)
+        if rounds is None:
+            return None
+        rounds.launch()
+        return rounds.take()
 
     def _part(self, size: int | None) -> HeldSubset | None:
         """The part of the vocabulary of this size, up to date; None: drafts are over the whole vocabulary."""
@@ -199,36 +196,39 @@ class Runner:
         held.take(subset)
         return held
 
-    def _round_key(
-        self, rows: Sequence[RoundRow], room: int, exit_layer: int, stop: str, confident: bool, most_seconds: int
-    ) -> RoundKey | None:
-        longest = max(row.drafts for row in rows)
+    def _round_key(self, rows: Sequence[RoundRow], room: int, plan: Plan, longest: int) -> RoundKey | None:
+        exit_layer, drafts = plan.exit_layer or 0, max(row.drafts for row in rows)
+        longest = max(longest, drafts)
         if longest == 0:
-            exit_layer, stop = 0, "none"
+            exit_layer = 0
+        # A place more costs little in verification, but a draft step reads the early layers.
+        width = longest + 1 if exit_layer else round_up(longest + 1, NEW)
         slots = round_up(len(rows), SLOTS)
-        seconds = min(most_seconds, longest) if exit_layer else 0
-        if slots is None or len(rows) > self.max_rows or longest + 1 + seconds > MAX_WIDTH:
+        if slots is None or len(rows) > self.max_rows or width is None:
+            return None
+        rule = plan.second_choices if exit_layer else None
+        seconds = 0 if rule is None else max(0, min(rule.most, longest))
+        if width + seconds > MAX_WIDTH or slots * (width + seconds) > MAX_PLACES:
             return None
         most_eos = 1 << max(0, max(len(row.eos) for row in rows) - 1).bit_length()
         hot = [row for row in rows if row.temperature > 0]
         filtered = any(row.top_k or row.top_p < 1 or row.min_p for row in hot)
-        most_tokens = token_capacity(max(row.content + longest + seconds for row in rows), room)
-        return RoundKey(
-            exit_layer, longest + 1, slots, most_tokens, most_eos, bool(hot), filtered, stop, confident, 0, seconds
-        )
+        most_tokens = token_capacity(max(row.content for row in rows) + width + seconds - 1, room)
+        stop = "none"
+        if exit_layer:
+            stop = "survival" if plan.stop is not None else "confidence" if plan.min_confidence > 0 else "none"
+        return RoundKey(exit_layer, width, slots, most_tokens, most_eos, bool(hot), filtered, stop, 0, seconds)
 
-    def _recorded(
-        self, key: Any, prepare: Callable[[], tuple[Any, Any]], fill: Callable[[Any], None]
-    ) -> Recorded[Any] | None:
-        """The recording of a key, with filled buffers. It is made if there is none; None if that fails."""
+    def _recorded(self, key: Any, prepare: Callable[[], tuple[Any, Any]]) -> Recorded[Any] | None:
+        """The recording of a key. It is made if there is none; None if that fails.
+
+        Recording runs a round on its inputs, so that they must be filled again.
+        """
         made = self.graphs.get(key)
         if made is not None:
-            fill(made.inputs)
             return made
-        inputs, body = prepare()
-        fill(inputs)
         try:
-            return self.graphs.record(key, inputs, body)
+            return self.graphs.record(key, *prepare())
         except CannotCapture as problem:
             self.refused = problem.operation
             _log.warning(

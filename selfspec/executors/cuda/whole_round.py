@@ -50,10 +50,14 @@ class WholeRound:
         self._edges = edges.to(device)
 
     def __call__(self) -> tuple[Tensor, ...]:
-        """Run a round. Returns the record, int64 `[slots, fields]`; see `round_inputs.read_record`."""
+        """Run a round, and turn the inputs into those of the next round.
+
+        Returns the record, int64 `[slots, fields]`; see `round_inputs.read_record`.
+        """
         key = self.key
         fields = dict(zip(FIELDS, self.inputs.rows.unbind(1), strict=False))
         fields |= {name: fields[name].int().view(torch.float32) for name in ("temperature", "top_p", "min_p")}
+        fields["drafts"] = torch.minimum(fields["drafts"], fields["room"] - 1)
         live = fields["content"] > 0
         sure = torch.zeros((key.slots, key.width - 1), dtype=torch.float32, device=live.device)
         if key.exit_layer:
@@ -75,6 +79,7 @@ class WholeRound:
             starts = (self._slots * key.width).int()
         eos = self.inputs.rows[:, len(FIELDS) : len(FIELDS) + key.most_eos].contiguous()
         done = self.kernels.accept(tokens, picks, starts, counts, fields["room"].int(), eos, key.width)
+        self.kernels.advance(self.inputs.rows, done.num_kept, done.ended, done.last)
         return (torch.cat((done.record, *record), 1),)
 
     def _draft(self, fields: Fields, live: Tensor, sure: Tensor) -> Drafted:
