@@ -50,6 +50,9 @@ class Executor:
         new_seconds: makes the clock of a round.
     """
 
+    times_stages = True
+    """Whether the seconds of its rounds are those of their stages; False: of whole rounds."""
+
     def __init__(
         self, stack: Stack, cache: PagedCache, picker: Picker, new_seconds: Callable[[], StageSeconds] = StageSeconds
     ) -> None:

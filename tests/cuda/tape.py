@@ -170,6 +170,7 @@ class Taped:
     def __init__(self, recorder: Recorder, outputs: tuple[torch.Tensor, ...], tape: Tape) -> None:
         self.outputs, self.kernels, self._tape = outputs, recorder.kernels, tape
         self.steps, self.pool = recorder.steps, list(recorder.pool.values())
+        self.reads = [*recorder.outside]  # the memory from outside, by address
         self.num_bytes = sum(storage.nbytes() for storage in self.pool)
         self.num_replays = 0
 

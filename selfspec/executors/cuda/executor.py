@@ -23,6 +23,8 @@ class CudaExecutor(Executor):
         fallback: runs the rounds that cannot be recorded, because of their shape or of the model.
     """
 
+    times_stages = False
+
     def __init__(self, fallback: Executor) -> None:
         super().__init__(fallback.stack, fallback.cache, fallback.picker, fallback.new_seconds)
         self._fallback = fallback
