@@ -171,7 +171,7 @@ def running(plan, count, num_rounds, **options):
         ("second choices", 1),
         ("second choices", 28),
         ("a part of the vocabulary", 2),
-    ],  # fmt: skip
+    ],
 )
 def test_a_program_uploads_its_rows_once_and_a_round_copies_its_record_alone(name, count):
     plan, num_stops = PLANS[name]

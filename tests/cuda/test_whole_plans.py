@@ -19,6 +19,7 @@ from tests.cuda.standin import with_runner
 from tests.cuda.tape import Tape
 from tests.helpers import Schedule, audit_cache, decode, make_prompts
 from tests.models import build, some_heads, tiny
+from tests.slow import slow
 from tests.target import Target
 
 WAYS = {"temperature": [0.0, 0.8, 1.0, 0.7], "top_k": [0, 0, 9, 0], "top_p": [1.0, 0.9, 1.0, 1.0], "seed": [0, 1, 2, 3]}
@@ -204,8 +205,8 @@ def rules_of_another_round(self, rows, min_confidence, stop, rule=None, honest=R
         (None, "follow", any_second_choice_will_do),
         (None, "grow", sees_its_neighbours),
         (None, "grow", stands_at_its_place),
-        (None, "pick_two", noise_by_place_in_the_part),
-        (RoundInputs, "fill", rules_of_another_round),
+        slow(None, "pick_two", noise_by_place_in_the_part),
+        slow(RoundInputs, "fill", rules_of_another_round),
     ],
     ids=lambda one: getattr(one, "__name__", None),
 )
