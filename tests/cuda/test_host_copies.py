@@ -169,7 +169,7 @@ def running(plan, count, num_rounds, **options):
         ("survival", 3),
         ("lookup", 2),
         ("second choices", 1),
-        ("second choices", 28),
+        ("second choices", 5),
         ("a part of the vocabulary", 2),
     ],
 )
