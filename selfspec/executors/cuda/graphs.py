@@ -67,6 +67,11 @@ class Graphs:
         shared = {id(one): one.num_bytes for kept in self._kept.values() for one in kept.inputs.shared}
         return sum(one.num_bytes for one in self._kept.values()) + sum(shared.values())
 
+    @property
+    def latest(self) -> Recorded[Any] | None:
+        """The recording that was used last; None if there is none."""
+        return next(reversed(self._kept.values()), None)
+
     def get(self, key: Hashable) -> Recorded[Any] | None:
         """The recording of a key; None if there is none."""
         found = self._kept.get(key)
