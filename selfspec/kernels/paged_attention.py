@@ -18,7 +18,7 @@ from selfspec.kernels.checks import check_attend
 from selfspec.kernels.layout import MOST_NODES, Layout
 
 SPLIT = 256  # tokens of a row per program
-SHORT = 16  # rows with more new tokens (prompts) have enough queries to fill a device without splitting
+SHORT = 32  # rows with more new tokens (prompts) have enough queries to fill a device without splitting
 MAX_TILE_ROWS = 64
 
 

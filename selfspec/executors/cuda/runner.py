@@ -31,7 +31,8 @@ from selfspec.model.kv_cache import PackedRows, PagedCache
 from selfspec.model.self_check import TOLERANCE, split_error
 
 _log = logging.getLogger("selfspec")
-MAX_WIDTH = 16  # tokens per row of a whole round: the attention kernel splits work for at most so many new tokens
+MAX_WIDTH = 16  # tokens per row of a whole round, the last one and the chain
+MAX_NODES = 32  # with second choices: the attention kernel splits work for at most so many new tokens
 MAX_ROWS = 32  # rows of a whole round
 MAX_PLACES = 256  # tokens of a whole round, which computes all of them, used or not
 BUDGET = 2 << 30  # bytes of device memory for recordings
@@ -208,7 +209,7 @@ class Runner:
             return None
         rule = plan.second_choices if exit_layer else None
         seconds = 0 if rule is None else max(0, min(rule.most, longest))
-        if width + seconds > MAX_WIDTH or slots * (width + seconds) > MAX_PLACES:
+        if width > MAX_WIDTH or width + seconds > MAX_NODES or slots * (width + seconds) > MAX_PLACES:
             return None
         most_eos = 1 << max(0, max(len(row.eos) for row in rows) - 1).bit_length()
         hot = [row for row in rows if row.temperature > 0]
