@@ -1,4 +1,4 @@
-"""`Kernels`: all kernels together, by Triton or as reference implementations."""
+"""`Kernels`: the kernels of recordings together, by Triton or as reference implementations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec.kernels import reference, reference_trees
+from selfspec.kernels import layer_reference, reference, reference_trees
 from selfspec.kernels.layout import Accepted, Branches, DraftTree, SamplingTensors
 
 _log = logging.getLogger("selfspec")
@@ -19,7 +19,10 @@ Pick = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Kernels(NamedTuple):
-    """The kernels of recorded rounds. The Triton functions of the same names document arguments and results."""
+    """The kernels of recorded rounds. The Triton functions of the same names document arguments and results.
+
+    `add_norm`, `rotate` and `gate` are those of fused layers, see `selfspec.executors.cuda.fused_body`.
+    """
 
     name: str
     scatter: Callable[..., None]
@@ -27,6 +30,9 @@ class Kernels(NamedTuple):
     pick: Pick
     accept: Callable[..., Accepted]
     advance: Callable[..., None]
+    add_norm: Callable[..., tuple[Tensor, Tensor | None]]
+    rotate: Callable[..., Tensor]
+    gate: Callable[[Tensor, str], Tensor]
     pick_two: Callable[..., tuple[Tensor, Tensor, Tensor]]
     grow: Callable[..., DraftTree]
     follow: Callable[..., Branches]
@@ -35,6 +41,7 @@ class Kernels(NamedTuple):
 
 REFERENCE = Kernels(
     "reference", reference.scatter, reference.attend, reference.pick, reference.accept, reference.advance,
+    layer_reference.add_norm, layer_reference.rotate, layer_reference.gate,
     reference.pick_two, reference_trees.grow, reference_trees.follow, reference_trees.move,
 )  # fmt: skip
 
@@ -76,8 +83,13 @@ def triton_kernels() -> Kernels:
     from selfspec.kernels.draft_tree import follow, grow
     from selfspec.kernels.fused_accept import accept
     from selfspec.kernels.fused_advance import advance
+    from selfspec.kernels.fused_gate import gate
+    from selfspec.kernels.fused_norm import add_norm
     from selfspec.kernels.fused_pick import pick, pick_two
+    from selfspec.kernels.fused_rotary import rotate
     from selfspec.kernels.kv_scatter import move, scatter
     from selfspec.kernels.paged_attention import attend
 
-    return Kernels("triton", scatter, attend, pick, accept, advance, pick_two, grow, follow, move)
+    return Kernels(
+        "triton", scatter, attend, pick, accept, advance, add_norm, rotate, gate, pick_two, grow, follow, move
+    )

@@ -10,6 +10,10 @@ host_records  the results on the host
 whole_round   one round, from drafting to acceptance, as one recording
 rounds        rounds of a batch from one recording, launched without waiting for their results
 self_check    compares recorded rounds with the eager layers
+packed_linear linear layers of one input as one product
+rotary        tables of rotary angles
+fused_body    the layers of Llama-shaped models in ten launches each
+body_choice   chooses between fused layers and the model's own modules
 runner        runs layers or a round of a stack from recordings
 executor      runs plans by the runner
 """
