@@ -159,6 +159,11 @@ class PagedCache:
             known = self._layers[layer_idx] = self._store._place(layer_idx, key, value)
         return known
 
+    @property
+    def storages(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of every layer that has written, `[num_pages, page_size, kv_heads, head_dim]` each."""
+        return list(self._layers.values())
+
     def _place(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         room = (self.num_pages, self.page_size)
         alike = key.shape[1:] == value.shape[1:] and key.dtype == value.dtype

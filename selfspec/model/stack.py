@@ -110,8 +110,8 @@ class Stack:
 
     @property
     def has_draft_heads(self) -> bool:
-        """Whether drafts may be over a part of the vocabulary; rounds in CUDA graphs are over all of it."""
-        return self._draft_head is not None and self.runner is None
+        """Whether drafts may be over a part of the vocabulary."""
+        return self._draft_head is not None
 
     @property
     def default_draft_vocab(self) -> int | None:

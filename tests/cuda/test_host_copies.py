@@ -22,10 +22,11 @@ from selfspec.executors.cuda.static_rows import StaticRows
 from selfspec.executors.cuda.whole_round import WholeRound
 from selfspec.kernels.suite import REFERENCE
 from selfspec.model import views
+from selfspec.model.draft_vocabulary import HeldSubset
 from selfspec.model.kv_cache import PagedCache
 from selfspec.model.stack import Stack
 from tests.cuda.standin import with_runner
-from tests.cuda.test_launches import layout
+from tests.cuda.test_launches import RULE, layout
 from tests.cuda.transfers import counted
 from tests.helpers import make_prompts
 from tests.models import FAMILIES, GROUPED, SMALL, build
@@ -85,13 +86,16 @@ def test_layers_and_heads_copy_nothing_from_the_host(family, dtype):
 
 
 @pytest.mark.usefixtures("meta_is_served")
+@pytest.mark.parametrize("branches", [False, True])
 @pytest.mark.parametrize("stop", ["none", "confidence", "survival"])
 @torch.inference_mode()
-def test_a_round_copies_nothing_from_the_host(stop):
+def test_a_round_copies_nothing_from_the_host(stop, branches):
+    """Drafts over a part of the vocabulary with second choices, too."""
     stack = on_meta("llama", torch.float32)
     cache = PagedCache(4, 16)
-    key = RoundKey(1, 3, 2, 32, 1, True, True, stop)
-    body = WholeRound(stack, cache, REFERENCE, RoundInputs(key, cache, stack.device))
+    part = HeldSubset(stack.draft_subset(20)) if branches else None
+    key = RoundKey(1, 3, 2, 32, 1, True, True, stop, 20 * branches, 2 * branches)
+    body = WholeRound(stack, cache, REFERENCE, RoundInputs(key, cache, stack.device, part))
     body()
     with NoHostCopies():
         (record,) = body()
@@ -133,6 +137,8 @@ PLANS = {
     "fixed": (Plan(2, (2,)), 0),
     "confidence": (Plan(1, (3,), 0.2), 1),
     "survival": (Plan(1, (3,), stop=SURVIVAL, keep_confidence=True), 1),
+    "second choices": (Plan(2, (2,), second_choices=RULE), 1),
+    "a part of the vocabulary": (Plan(2, (2,), draft_vocab=40), 0),
     "lookup": (Plan(LOOKUP, (3,)), 0),
 }
 
@@ -153,7 +159,18 @@ def running(plan, count, num_rounds, **options):
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("plain", 1), ("plain", 32), ("fixed", 1), ("fixed", 17), ("confidence", 3), ("survival", 3), ("lookup", 2)],
+    [
+        ("plain", 1),
+        ("plain", 32),
+        ("fixed", 1),
+        ("fixed", 17),
+        ("confidence", 3),
+        ("survival", 3),
+        ("lookup", 2),
+        ("second choices", 1),
+        ("second choices", 5),
+        ("a part of the vocabulary", 2),
+    ],
 )
 def test_a_program_uploads_its_rows_once_and_a_round_copies_its_record_alone(name, count):
     plan, num_stops = PLANS[name]

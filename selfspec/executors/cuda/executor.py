@@ -16,8 +16,8 @@ from selfspec.executors.verdict import Verdict
 class CudaExecutor(Executor):
     """Replays recorded rounds of the stack's runner.
 
-    It does not serve rows with penalties or log-probabilities. It drafts no second choices: the host would have to wait
-    for every drafted token to place them.
+    It serves neither rows with penalties, log-probabilities or logits processors, nor plans with shadow picks or
+    divergences.
 
     Args:
         fallback: runs the rounds that cannot be recorded, because of their shape or of the model.
@@ -104,4 +104,4 @@ def _round_row(row: Row, length: int, given: Sequence[int]) -> RoundRow:
 
 
 def _verdict(row: RowRound) -> Verdict:
-    return Verdict(row.drafted, range(row.accepted + 1), row.block, None, None, confidences=row.confidences)
+    return Verdict(row.drafted, row.path, row.block, None, None, row.tree, row.chain, row.confidences)

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -26,11 +27,13 @@ from selfspec.executors.cuda.static_rows import LayersInputs, StaticRows
 from selfspec.executors.cuda.storage import Storages
 from selfspec.executors.cuda.whole_round import WholeRound
 from selfspec.kernels.suite import Kernels, has_triton, triton_kernels
+from selfspec.model.draft_vocabulary import HeldSubset
 from selfspec.model.kv_cache import PackedRows, PagedCache
 from selfspec.model.self_check import TOLERANCE, split_error
 
 _log = logging.getLogger("selfspec")
-MAX_WIDTH = 16  # tokens per row of a whole round: the attention kernel splits work for at most so many new tokens
+MAX_WIDTH = 16  # tokens per row of a whole round, the last one and the chain
+MAX_NODES = 32  # with second choices: the attention kernel splits work for at most so many new tokens
 MAX_ROWS = 32  # rows of a whole round
 MAX_PLACES = 256  # tokens of a whole round, which computes all of them, used or not
 BUDGET = 2 << 30  # bytes of device memory for recordings
@@ -93,6 +96,7 @@ class Runner:
         self.refused: str | None = None
         """The first operation that could not be recorded; everything then runs eagerly."""
         self._heads = stack.exit_heads
+        self._parts = WeakValueDictionary[int, HeldSubset]()  # by size; recordings hold them
         self._given: dict[bool, Tensor] = {}  # input buffers of layers, for tokens and for hidden states
         self._lock = threading.Lock()  # a target may serve several threads, and buffers are shared
 
@@ -169,19 +173,21 @@ class Runner:
         if key is None:
             return None
         with self._lock:
+            part = self._part(plan.draft_vocab) if key.exit_layer else None
+            key = key._replace(vocab=0 if part is None else len(part.tokens))
             if self.stack.exit_heads is not self._heads:  # recorded rounds read the previous heads
                 self._heads = self.stack.exit_heads
                 self.graphs.forget(lambda one: one[1] == "round")  # type: ignore[index]
 
             def prepare() -> tuple[RoundInputs, WholeRound]:
-                inputs = RoundInputs(key, storage.cache, self.stack.device)
+                inputs = RoundInputs(key, storage.cache, self.stack.device, part)
                 return inputs, WholeRound(self.stack, storage.cache, self.kernels, inputs)
 
             made = self._recorded((storage, "round", key), prepare)
             if made is None:
                 return None
-            made.inputs.fill(rows, plan.min_confidence, plan.stop)
-        spare = key.most_tokens - max(row.content for row in rows)
+            made.inputs.fill(rows, plan.min_confidence, plan.stop, plan.second_choices)
+        spare = key.most_tokens - max(row.content for row in rows) - key.seconds
         fitting = UNBOUNDED_ROUNDS if key.most_tokens == storage.cache.room else spare // key.width
         return RecordedRounds(made, self._lock, len(rows), plan.reads_confidence, max(1, fitting))
 
@@ -193,6 +199,17 @@ class Runner:
         rounds.launch()
         return rounds.take()
 
+    def _part(self, size: int | None) -> HeldSubset | None:
+        """The part of the vocabulary of this size, up to date; None: drafts are over the whole vocabulary."""
+        subset = self.stack.draft_subset(size)
+        if subset is None:
+            return None
+        held = self._parts.get(len(subset.tokens))
+        if held is None:
+            held = self._parts[len(subset.tokens)] = HeldSubset(subset)
+        held.take(subset)
+        return held
+
     def _round_key(self, rows: Sequence[RoundRow], room: int, plan: Plan, longest: int) -> RoundKey | None:
         exit_layer, drafts = plan.exit_layer or 0, max(row.drafts for row in rows)
         longest = max(longest, drafts)
@@ -201,18 +218,20 @@ class Runner:
         # A place more costs little in verification, but a draft step reads the early layers.
         width = longest + 1 if exit_layer else round_up(longest + 1, NEW)
         slots = round_up(len(rows), SLOTS)
-        if slots is None or len(rows) > self.max_rows or width is None or width > MAX_WIDTH:
+        if slots is None or len(rows) > self.max_rows or width is None:
             return None
-        if slots * width > MAX_PLACES:
+        rule = plan.second_choices if exit_layer else None
+        seconds = 0 if rule is None else max(0, min(rule.most, longest))
+        if width > MAX_WIDTH or width + seconds > MAX_NODES or slots * (width + seconds) > MAX_PLACES:
             return None
         most_eos = 1 << max(0, max(len(row.eos) for row in rows) - 1).bit_length()
         hot = [row for row in rows if row.temperature > 0]
         filtered = any(row.top_k or row.top_p < 1 or row.min_p for row in hot)
-        most_tokens = token_capacity(max(row.content for row in rows) + width - 1, room)
+        most_tokens = token_capacity(max(row.content for row in rows) + width + seconds - 1, room)
         stop = "none"
         if exit_layer:
             stop = "survival" if plan.stop is not None else "confidence" if plan.min_confidence > 0 else "none"
-        return RoundKey(exit_layer, width, slots, most_tokens, most_eos, bool(hot), filtered, stop)
+        return RoundKey(exit_layer, width, slots, most_tokens, most_eos, bool(hot), filtered, stop, 0, seconds)
 
     def _recorded(self, key: Any, prepare: Callable[[], tuple[Any, Any]]) -> Recorded[Any] | None:
         """The recording of a key. It is made if there is none; None if that fails.

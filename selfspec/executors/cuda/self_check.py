@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from selfspec.control.plan import Plan
+from selfspec.executors.cuda.kernel_check import second_choices_problem
 from selfspec.executors.cuda.round_inputs import RoundRow, RowRound
 from selfspec.kernels import reference
 from selfspec.kernels.layout import SamplingTensors
@@ -44,6 +45,9 @@ def round_problem(stack: Any, runner: Any) -> str | None:
     """
     if runner.max_rows == 0:
         return None
+    different = second_choices_problem(runner.kernels, stack.device)
+    if different is not None:
+        return f"the kernel {different!r} differs from its reference"
     exit_layer = max(1, stack.num_layers // 4)
     plan = Plan(exit_layer, (NUM_DRAFTS,))
     rng = torch.Generator().manual_seed(0)

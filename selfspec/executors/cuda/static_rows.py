@@ -63,6 +63,8 @@ class StaticRows(PackedRows):
 class LayersInputs:
     """The input buffers of one recording of layers. `given`: a buffer for tokens or hidden states, shared by all."""
 
+    shared: Sequence[Any] = ()  # see `graphs.Buffers`
+
     def __init__(self, shape: Shape, cache: PagedCache, given: Tensor) -> None:
         device, self.shape, self.given = given.device, shape, given
         self._page_size = cache.page_size
