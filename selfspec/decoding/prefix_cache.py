@@ -134,7 +134,7 @@ class PrefixCache:
         own, written = row.pages[at], row.num_cached - at * size
         self._take(block)
         row.blocks.append(block)
-        row.pages[at] = block.page
+        row.pages = (*row.pages[:at], block.page, *row.pages[at + 1 :])
         self.cache.release([own], max(0, written))
         found = max(0, (at + 1) * size - row.num_cached)
         row.num_cached += found

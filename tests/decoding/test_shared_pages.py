@@ -23,7 +23,7 @@ from selfspec.decoding.prefix_cache import PrefixCache
 from selfspec.executors.prefill import shares
 from tests.decoding.prefixes import audit_shared, family, finished, request
 from tests.executors.engines import EXECUTORS, PAGE, Programs, alone, engine_of
-from tests.helpers import ShortBlocks, audit_cache, make_prompts
+from tests.helpers import Always, ShortBlocks, audit_cache, make_prompts
 from tests.models import build
 from tests.slow import slow
 from tests.target import Target
@@ -122,6 +122,17 @@ def test_prompts_that_come_together_are_read_once(kind):
     assert [done[i].tokens for i in range(4)] == [alone(kind, one).tokens for one in asked]
     assert [done[i].num_cached_tokens for i in range(4)] == [0, 64, 64, 64], "four full pages"
     assert (engine.prefix_hits, engine.prefix_queries) == (3 * 64, 4 * 70 + 3)
+
+
+@executors
+def test_rows_that_write_the_same_text_share_its_pages_while_they_decode(kind):
+    """Their page tables change between two programs of the same rows."""
+    engine = engine_of(kind, policy=Always(2, 3), prefix_cache=True, burst=0.0)
+    asked = [request(system(20), 40) for _ in range(2)]
+    for one in asked:
+        engine.submit(one)
+    done = finished(engine)
+    assert [done[i].tokens for i in range(2)] == [alone(kind, one).tokens for one in asked]
 
 
 @executors
