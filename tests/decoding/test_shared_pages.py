@@ -150,6 +150,20 @@ def test_a_prompt_of_a_row_that_runs_is_found_as_soon_as_it_is_read(kind):
     assert done[first].tokens == alone(kind, request(system(), 30)).tokens
 
 
+def test_edits_of_weights_are_counted_without_a_walk_through_the_modules(monkeypatch):
+    """It takes milliseconds where there are 32 layers, and every row counts edits wherever it fills a page."""
+    engine, walks, honest = engine_of("eager", policy="plain", prefix_cache=True), [], torch.nn.Module.named_modules
+
+    def counted(self, *given, **named):
+        walks.append(self)
+        return honest(self, *given, **named)
+
+    monkeypatch.setattr(torch.nn.Module, "named_modules", counted)
+    for prompt in (system(), [*system(50), 8, 8]):
+        engine.submit(request(prompt, 40))
+    assert finished(engine)[1].num_cached_tokens == 48 and not walks
+
+
 def test_a_page_is_found_by_all_that_is_before_it_and_in_it():
     """The same tokens after others, or other tokens with the same hash, are no match."""
     engine = engine_of("eager", policy="plain", prefix_cache=True)
