@@ -260,6 +260,6 @@ class PrefixCache:
 
     def count_edits(self) -> int | None:
         """How often weights were edited in place, all together; None where some do not count."""
-        if any([weight.is_inference() for weight in self._weights]):
+        if any(weight.is_inference() for weight in self._weights):
             return None
         return sum([weight._version for weight in self._weights])
