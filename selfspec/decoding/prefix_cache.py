@@ -157,28 +157,29 @@ class PrefixCache:
                     self._follow(row, known)
                     continue
                 block = Block(key, row.pages[len(row.blocks)], next(self._numbers), users=1)
+                row.blocks.append(block)  # first, so that nobody finds a page that its row would free
                 self._blocks[key] = block
-                row.blocks.append(block)
                 self._note(block)
 
     # ------------------------------------------------------------------------------------------------ rows that end
 
     def release(self, row: Row) -> None:
         """Take the pages of a row that ended, however it ended. Its first `num_cached` tokens have complete keys and
-        values, also after an interrupt."""
+        values, also after an interrupt. A second call, after one that was interrupted, finds nothing to take."""
         self.publish([row])
-        size, held = self.cache.page_size, len(row.blocks)
+        pages, blocks, edits = row.pages, row.blocks, row.num_edits
+        row.pages, row.blocks, row.num_edits = (), [], None
+        size, held = self.cache.page_size, len(blocks)
         left = row.num_cached - held * size
-        if 0 < left < size and row.num_edits is not None and row.num_edits == self._edits:
-            key = self._key(row.content, row.num_prompt_tokens, row.blocks, left)
-            block = Block(key, row.pages[held], next(self._numbers), users=0)
+        if 0 < left < size and edits is not None and edits == self._edits:
+            key = self._key(row.content, row.num_prompt_tokens, blocks, left)
+            block = Block(key, pages[held], next(self._numbers), users=0)
             if self._note(block):
                 self._idle[block] = None
                 held += 1
             elif (known := self._branches[key.branch]) in self._idle:
                 self._idle.move_to_end(known)  # as late as the pages before it
-        self.cache.release(row.pages[held:], max(0, row.limit - held * size))
-        blocks, row.blocks = row.blocks, []
+        self.cache.release(pages[held:], max(0, row.limit - held * size))
         self._let_go(blocks)
 
     def _note(self, block: Block) -> bool:
@@ -189,7 +190,7 @@ class PrefixCache:
             return False
         self._branches[place] = block
         if other is not None and other.key not in self._blocks:  # not full, so nobody finds it any more
-            del self._idle[other]
+            self._idle.pop(other, None)
             self.cache.release([other.page])
         return True
 

@@ -80,10 +80,10 @@ class Scheduler:
             reserved = self._reserve(request)
             if reserved is None:
                 return
-            self._waiting.popleft()
             row = self._row(request_id, request, reserved)
             row.texts = self._texts
             row.num_edits = None if self._prefix is None else self._prefix.count_edits()
+            self._waiting.popleft()  # last, so that an interrupt loses no request
             yield row
 
     def readers(self, rows: Sequence[Row]) -> Sequence[Row]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import sys
+from contextlib import suppress
 
 import pytest
 import torch
 
 from selfspec.control.plan import Policy
+from selfspec.decoding import prefix_cache
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.request import Request
 from selfspec.executors.pick import Sampling
@@ -140,6 +144,46 @@ def test_nothing_is_stale_after_an_interrupt(kind, at):
     cut = finish(engine, request_id)
     following = request([*prompt, *cut.tokens, 5, 6], 15)
     assert ask(engine, following, audit=True).tokens == alone(kind, following).tokens
+
+
+def interrupted_after(num_lines, engine):
+    """The engine's completions, with an interrupt after so many lines of the prefix cache; whether it came to that."""
+    left, done = num_lines, {}
+
+    def on_line(frame, event, given):
+        nonlocal left
+        left -= event == "line"
+        if left == 0:
+            left = -1
+            raise KeyboardInterrupt
+        return on_line
+
+    before = sys.gettrace()
+    sys.settrace(lambda frame, event, given: on_line if frame.f_code.co_filename == prefix_cache.__file__ else None)
+    try:
+        while engine.has_work:
+            with suppress(KeyboardInterrupt):
+                for round_ in engine.step():
+                    done |= {row.request_id: row.completion for row in round_.rows if row.completion is not None}
+    finally:
+        sys.settrace(before)
+    return done, left < 0
+
+
+def test_an_interrupt_within_the_cache_loses_no_request_and_no_token():
+    """Pages may be lost then, but none that a row reads is written or freed."""
+    text = make_prompts([20])[0]
+    asked = [request(text, 14), request(text, 20), request([*text, 5], 9), request([*text[:18], 7], 16)]
+    wanted = [alone("eager", one).tokens for one in asked]
+    for num_lines in itertools.count(1, 26):
+        engine = engine_of("eager", policy="plain", max_batch_size=2, prefix_cache=True, burst=0.0)
+        ids = [engine.submit(one) for one in asked * 2]
+        done, came = interrupted_after(num_lines, engine)
+        assert sorted(done) == ids
+        for at, own in done.items():
+            assert own.tokens == wanted[at % 4] or own.finish_reason == "cancelled", num_lines
+        if not came:
+            break
 
 
 def test_the_least_recently_used_pages_are_given_back_where_another_request_needs_them():
