@@ -10,9 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from selfspec.kernels.layout import MOST_NODES, Layout, SamplingTensors
+from selfspec.kernels.layout import MOST_NODES, Layout, Norm, SamplingTensors
 
 INT32, INT64, FLOAT32 = torch.int32, torch.int64, torch.float32
+LAYER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of fused layers, which compute in float32
+GATES = ("silu", "gelu_tanh")  # activations of gated MLPs
 
 
 class Requirements:
@@ -127,6 +129,68 @@ def check_accept(
     if sums is not None:
         require.holds("sums", f"[2, at least {most_new}]", list(sums.shape), sums.dim() == 2)
         require.lines("sums", sums, INT64, 2, max(most_new, sums.shape[1]))
+
+
+def check_add_norm(hidden: Tensor, branch: Tensor | None, norm: Norm | None, post: Norm | None) -> None:
+    """Raise ValueError for arguments that `fused_norm.add_norm` does not accept."""
+    require = Requirements("add_norm", hidden.device)
+    require.holds("hidden", "[N, size]", list(hidden.shape), hidden.dim() == 2)
+    _check_layer_dtype(require, "hidden", hidden)
+    require.dense("hidden", hidden, hidden.dtype, *hidden.shape)
+    if branch is not None:
+        require.dense("branch", branch, hidden.dtype, *hidden.shape)
+    for name, one in (("norm", norm), ("post", post)):
+        if one is not None:
+            require.dense(f"{name}.weight", one.weight, hidden.dtype, hidden.shape[1])
+
+
+def check_rotate(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Norm | None,
+    k_norm: Norm | None,
+) -> None:
+    """Raise ValueError for arguments that `fused_rotary.rotate` does not accept."""
+    require = Requirements("rotate", qkv.device)
+    require.holds("qkv", "[N, (heads + 2 * kv_heads) * head_dim]", list(qkv.shape), qkv.dim() == 2)
+    require.holds("keys", "[pages, page_size, kv_heads, head_dim]", list(keys.shape), keys.dim() == 4)
+    _check_layer_dtype(require, "qkv", qkv)
+    (count, width), (kv_heads, dim) = qkv.shape, keys.shape[2:]
+    whole = dim % 2 == 0 and width % dim == 0 and width // dim > 2 * kv_heads
+    require.holds("qkv", f"[N, (heads + {2 * kv_heads}) * {dim}] with an even head_dim", list(qkv.shape), whole)
+    require.lines("qkv", qkv, qkv.dtype, count, width)
+    require.dense("keys", keys, qkv.dtype, *keys.shape)
+    require.dense("values", values, qkv.dtype, *keys.shape)
+    require.dense("slots", slots, INT64, count)
+    require.dense("positions", positions, INT64, count)
+    require.holds("cos", "[positions, head_dim / 2]", list(cos.shape), cos.dim() == 2)
+    require.dense("cos", cos, qkv.dtype, cos.shape[0], dim // 2)
+    require.dense("sin", sin, qkv.dtype, cos.shape[0], dim // 2)
+    alike = (q_norm and q_norm[1:]) == (k_norm and k_norm[1:])
+    require.holds("q_norm and k_norm", "both given, with equal eps and offset, or None", (q_norm, k_norm), alike)
+    for name, one in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if one is not None:
+            require.dense(f"{name}.weight", one.weight, qkv.dtype, dim)
+
+
+def check_gate(gate_up: Tensor, activation: str) -> None:
+    """Raise ValueError for arguments that `fused_gate.gate` does not accept."""
+    require = Requirements("gate", gate_up.device)
+    whole = gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0
+    require.holds("gate_up", "[N, 2 * inner]", list(gate_up.shape), whole)
+    _check_layer_dtype(require, "gate_up", gate_up)
+    require.lines("gate_up", gate_up, gate_up.dtype, *gate_up.shape)
+    require.holds("activation", f"one of {', '.join(GATES)}", activation, activation in GATES)
+
+
+def _check_layer_dtype(require: Requirements, name: str, tensor: Tensor) -> None:
+    allowed = ", ".join(map(_short, LAYER_DTYPES))
+    require.holds(f"{name}'s dtype", f"one of {allowed}", _short(tensor.dtype), tensor.dtype in LAYER_DTYPES)
 
 
 def _short(dtype: torch.dtype) -> str:

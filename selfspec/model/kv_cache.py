@@ -210,6 +210,8 @@ class PackedRows:
     The model's forward receives it as `past_key_values` (and calls `update`) and as the keyword `packed`.
     """
 
+    is_static = False  # whether the call is described in tensors alone, so that its operations can be recorded
+
     def __init__(self, cache: PagedCache, spans: Sequence[Span], device: torch.device | str = "cpu") -> None:
         self.cache, self.spans, self.device = cache, tuple(spans), torch.device(device)
         self._num_tokens = spans[0].length if len(spans) == 1 else sum([span.length for span in spans])

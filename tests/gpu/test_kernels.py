@@ -32,6 +32,7 @@ def test_attention_over_prompts_agrees(dtype):
 @on_dtypes
 def test_scatter_agrees(dtype):
     assert_agree(twins.check_scatter(DEVICE, dtype))
+    assert_agree(twins.check_layers(DEVICE, dtype, twins.HEADS[0]))
 
 
 @pytest.mark.parametrize("check", [twins.check_pick, twins.check_accept])

@@ -21,7 +21,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from selfspec.kernels import fused_accept, fused_pick, kv_scatter, paged_attention
+from selfspec.kernels import (
+    fused_accept,
+    fused_gate,
+    fused_norm,
+    fused_pick,
+    fused_rotary,
+    kv_scatter,
+    paged_attention,
+)
+from selfspec.kernels.layout import Norm
 from tests.kernels import samples
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
@@ -125,7 +134,35 @@ def calls() -> dict[str, Callable[[], Any]]:
         sums = torch.zeros(2, 8, dtype=torch.int64)
         fused_accept.accept(ids, ids, small, small, small, ids.view(2, 4), 8, sums)
 
+    def norm(size: int, offset: float = 0.0) -> Norm:
+        return Norm(torch.zeros(size, dtype=torch.bfloat16), 1e-6, offset)
+
+    def add_norm(size: int, *norms: Norm | None) -> Callable[[], Any]:
+        hidden = torch.zeros(2, size, dtype=torch.bfloat16)
+        return lambda: fused_norm.add_norm(hidden, hidden, *norms)
+
+    def rotate(heads: int, kv_heads: int, dim: int, *norms: Norm) -> Callable[[], Any]:
+        one = samples.paged([(70, 5)], heads, kv_heads, dim, 64, dtype=torch.bfloat16)
+        qkv = torch.zeros(5, (heads + 2 * kv_heads) * dim, dtype=torch.bfloat16)
+        angles = torch.zeros(2, 128, dim // 2, dtype=torch.bfloat16)
+        return lambda: fused_rotary.rotate(
+            qkv, one.keys, one.values, one.layout.slots, one.layout.positions, *angles, *norms
+        )
+
+    def gate(inner: int, activation: str) -> Callable[[], Any]:
+        return lambda: fused_gate.gate(torch.zeros(2, 2 * inner, dtype=torch.bfloat16), activation)
+
     return {
+        "add_norm, 4096": add_norm(4096, norm(4096)),
+        "add_norm, 576": add_norm(576, norm(576)),
+        "add_norm, 8192, no norm": add_norm(8192, None),
+        "add_norm, 5376, a norm before": add_norm(5376, norm(5376, 1.0), norm(5376, 1.0)),
+        "add_norm, 16384": add_norm(16384, norm(16384)),
+        "rotate, 32:8 heads of 128": rotate(32, 8, 128),
+        "rotate, 32:8 heads of 128, norms": rotate(32, 8, 128, norm(128), norm(128)),
+        "rotate, 8:4 heads of 256, norms of Gemma": rotate(8, 4, 256, norm(256, 1.0), norm(256, 1.0)),
+        "gate, silu, 14336": gate(14336, "silu"),
+        "gate, gelu, 21504": gate(21504, "gelu_tanh"),
         "scatter, 8 key heads of 128": scatter,
         "attend, 1 token, 32:8 heads of 128": attend(128, 32, 8, 1),
         "attend, 5 tokens, 32:8 heads of 128": attend(128, 32, 8, 5),

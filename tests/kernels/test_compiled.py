@@ -18,6 +18,9 @@ from tests.kernels.ahead_of_time import compile_all
 print(json.dumps([one._asdict() for one in compile_all(only=sys.argv[1:])]))
 """
 ONE_OF_EACH = [
+    "add_norm, 5376, a norm before",
+    "rotate, 32:8 heads of 128, norms",
+    "gate, gelu, 21504",
     "scatter, 8 key heads of 128",
     "attend, 5 tokens, 16:8 heads of 256, window, softcap",
     "attend, tree of 16, 32:8 heads of 128",
@@ -35,6 +38,7 @@ def test_every_kernel_compiles_for_hopper_without_spilling(tmp_path, calls):
     assert told.returncode == 0, told.stderr[-2000:]
     made = json.loads(told.stdout)
     kernels = {"_scatter", "_split", "_combine", "_bound", "_pick_of_block", "_pick_of_row", "_accept"}
+    kernels |= {"_add_norm", "_rotate", "_gate"}
     assert {one["kernel"] for one in made} == kernels
     for one in made:
         assert 0 < one["registers"] <= 255, one

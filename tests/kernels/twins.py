@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec.kernels import reference
+from selfspec.kernels import layer_reference, reference
 from selfspec.kernels.gumbel import gumbel
-from selfspec.kernels.layout import SamplingTensors
+from selfspec.kernels.layout import Norm, SamplingTensors
 from tests.kernels import samples
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # largest relative error in norm
@@ -52,6 +52,7 @@ def check_kernels(
         for one in heads:
             yield from check_attention(place, dtype, one, seed, most)
         yield from check_prompts(place, dtype, seed, most)
+        yield from check_layers(place, dtype, heads[0], seed, most)
     yield from check_pick(place, seed, most)
     yield from check_accept(place, seed)
 
@@ -108,6 +109,44 @@ def _attention_error(attend: Callable[..., Tensor], call: samples.Paged, options
     wanted = reference.attend(call.queries.float(), call.keys.float(), call.values.float(), call.layout, scale, **exact)
     error = float((got - wanted).norm() / wanted.norm())
     return error if error == error else float("inf")
+
+
+def check_layers(
+    device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], seed: int = 0, most: int = MOST
+) -> Iterator[Case]:
+    """The kernels of fused layers, with norms of both kinds and each activation."""
+    from selfspec.kernels.fused_gate import gate
+    from selfspec.kernels.fused_norm import add_norm
+    from selfspec.kernels.fused_rotary import rotate
+
+    rng = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=rng, dtype=dtype, device=device)
+
+    def case(kernel: str, name: str, got: Sequence[Tensor], wanted: Sequence[Tensor]) -> Case:
+        errors = [(a.float() - b.float()).norm() / b.float().norm() for a, b in zip(got, wanted, strict=True)]
+        error = float(torch.stack(errors).max())
+        return Case(kernel, f"{name}, {_name(dtype)}", error if error == error else float("inf"), TOLERANCE[dtype])
+
+    num_heads, kv_heads, dim = heads
+    call = samples.paged([(most - 5, 5), (0, 0), (0, 1)], *heads, 64, seed, padding=1, dtype=dtype, device=device)
+    qkv, angles = normal(len(call.queries), (num_heads + 2 * kv_heads) * dim), normal(2, most, dim // 2)
+    where = call.layout.slots, call.layout.positions
+    for offset in (0.0, 1.0):
+        norms = [Norm(normal(size), 1e-6, offset) for size in (dim, dim, most, most)]
+        made = []
+        for kernel in (rotate, layer_reference.rotate):
+            keys, values = torch.zeros_like(call.keys), torch.zeros_like(call.values)
+            made.append((kernel(qkv, keys, values, *where, *angles, *norms[:2]), keys, values))
+        yield case("rotate", f"norms with offset {offset:g}", *made)
+        hidden = normal(2, 3, most)
+        calls = (add(*hidden, *norms[2:]) for add in (add_norm, layer_reference.add_norm))
+        yield case("add_norm", f"offset {offset:g}", *calls)
+    for activation in ("silu", "gelu_tanh"):
+        gate_up = normal(3, 2 * most)
+        got, wanted = ([one(gate_up, activation)] for one in (gate, layer_reference.gate))
+        yield case("gate", activation, got, wanted)
 
 
 def check_pick(device: torch.device, seed: int = 0, most: int = MOST) -> Iterator[Case]:

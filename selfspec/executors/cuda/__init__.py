@@ -8,6 +8,10 @@ storage       KV pages that outlive an engine, since recordings read and write f
 round_inputs  what a recorded round reads and returns
 whole_round   one round, from drafting to acceptance, as one recording
 self_check    compares recorded rounds with the eager layers
+packed_linear linear layers of one input as one product
+rotary        tables of rotary angles
+fused_body    the layers of Llama-shaped models in ten launches each
+body_choice   chooses between fused layers and the model's own modules
 runner        runs layers or a round of a stack from recordings
 executor      runs plans by the runner
 """

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from selfspec.control.plan import SurvivalStop
+from selfspec.executors.cuda.body_choice import Measure, choose_body
 from selfspec.executors.cuda.capture import CannotCapture, Capture, CudaCapture
 from selfspec.executors.cuda.graphs import Graphs, Recorded
 from selfspec.executors.cuda.round_inputs import RoundInputs, RoundKey, RoundRow, RowRound, read_record
@@ -33,13 +34,18 @@ MAX_ROWS = 8  # rows of a whole round, which computes all tokens of all rows, us
 BUDGET = 2 << 30  # bytes of device memory for recordings
 
 
-def install(stack: Any, make: Callable[[Any], Runner] | None = None) -> None:
+def install(
+    stack: Any, make: Callable[[Any], Runner] | None = None, owned: bool = False, measure: Measure | None = None
+) -> None:
     """Set a stack's runner and check it: split logits against the whole model's, and recorded against eager rounds.
 
-    If making the runner or a check fails, the runner is removed with a warning.
+    If making the runner or a check fails, the runner is removed with a warning. Then what runs the layers in recordings
+    is chosen, see `selfspec.executors.cuda.body_choice`.
 
     Args:
         make: makes the runner. Default: one with CUDA graphs if the stack is on CUDA, else none.
+        owned: whether the model's weights may be moved in memory: nobody else uses the model.
+        measure: gives the seconds of a replay. Default: `body_choice.replay_seconds`.
     """
     if make is None:
         if stack.device.type != "cuda" or not has_triton():
@@ -47,15 +53,22 @@ def install(stack: Any, make: Callable[[Any], Runner] | None = None) -> None:
         make = Runner.on_cuda
     try:
         stack.runner = make(stack)
-        error = split_error(stack)
-        problem = f"its logits differ by {error:.2g} standard deviations"
-        if error <= TOLERANCE.get(stack.dtype, 0.2):
-            problem = round_problem(stack, stack.runner) or ""
+        problem = _problem_of(stack)
     except Exception as raised:  # compilers and drivers raise exceptions of any type
         problem = f"{type(raised).__name__}: {raised}"
     if problem:
         _log.warning("decoding from graphs does not serve this model here (%s), so it is decoded eagerly", problem)
         stack.runner = None
+        return
+    choose_body(stack, stack.runner, owned, lambda: _problem_of(stack), measure)
+
+
+def _problem_of(stack: Any) -> str:
+    """What is wrong with recorded layers and rounds of a stack; "" if nothing is."""
+    error = split_error(stack)
+    if not error <= TOLERANCE.get(stack.dtype, 0.2):
+        return f"its logits differ by {error:.2g} standard deviations"
+    return round_problem(stack, stack.runner) or ""
 
 
 class Runner:

@@ -22,6 +22,8 @@ class StaticRows(PackedRows):
     It must not be part of a reference cycle: dropping a recording must free the memory of its tensors at once.
     """
 
+    is_static = True
+
     def __init__(self, cache: PagedCache, layout: Layout, kernels: Kernels) -> None:
         self.cache, self.layout, self._kernels = cache, layout, kernels
         self.spans, self.device = (), layout.positions.device
