@@ -64,7 +64,9 @@ def check_scatter(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slot
     require.dense("slots", slots, INT64, key.shape[0])
 
 
-def check_attend(queries: Tensor, keys: Tensor, values: Tensor, layout: Layout, sinks: Tensor | None) -> None:
+def check_attend(
+    queries: Tensor, keys: Tensor, values: Tensor, layout: Layout, sinks: Tensor | None, split: int | None = None
+) -> None:
     """Raise ValueError for arguments that `paged_attention.attend` does not accept."""
     require = Requirements("attend", queries.device)
     require.holds("queries", "[N, heads, head_dim]", list(queries.shape), queries.dim() == 3)
@@ -85,6 +87,7 @@ def check_attend(queries: Tensor, keys: Tensor, values: Tensor, layout: Layout, 
         require.dense("trees.roots", layout.trees.roots, INT32, slots)
         require.dense("trees.positions", layout.trees.positions, INT32, slots, MOST_NODES)
         require.dense("trees.ancestors", layout.trees.ancestors, INT64, count)
+    require.holds("split", "a positive multiple of 64 or None", split, split is None or (split > 0 and split % 64 == 0))
     if sinks is not None:
         require.holds("sinks", "floating-point", _short(sinks.dtype), sinks.is_floating_point())
         require.dense("sinks", sinks, sinks.dtype, heads)

@@ -36,9 +36,10 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     tile_rows: int | None = None,
+    split: int | None = None,
 ) -> Tensor:
-    """The reference of `selfspec.kernels.paged_attention.attend`."""
-    check_attend(queries, keys, values, layout, sinks)
+    """The reference of `selfspec.kernels.paged_attention.attend`; neither tiles nor splits matter to it."""
+    check_attend(queries, keys, values, layout, sinks, split)
     count, heads, dim = queries.shape
     share = heads // keys.shape[2]
     own = layout.rows.clamp(min=0).long()  # [N]

@@ -53,6 +53,8 @@ class Compiled(NamedTuple):
     stack_bytes: int  # what is spilled lies here
     shared_bytes: int
     warps: int
+    copies: list[int]  # bytes of each asynchronous copy to shared memory, in the code
+    under_way: int  # groups of such copies that may be under way while a loop computes
 
 
 @contextmanager
@@ -98,8 +100,11 @@ def compile_launch(call: str, launch: Launch, capability: int = 90) -> Compiled:
     """
     made = triton.compile(source_of(launch), target=GPUTarget("cuda", capability, 32), options=launch.options)
     registers, stack = resources(made.asm["cubin"])
-    metadata = made.metadata
-    return Compiled(call, launch.kernel.fn.__name__, registers, stack, metadata.shared, metadata.num_warps)
+    metadata, code = made.metadata, made.asm["ptx"]
+    copies = [int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\.[^;]*, 0x([0-9a-f]+)", code)]
+    under_way = max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", code)), default=0)
+    name = launch.kernel.fn.__name__
+    return Compiled(call, name, registers, stack, metadata.shared, metadata.num_warps, copies, under_way)
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
@@ -120,7 +125,8 @@ def calls() -> dict[str, Callable[[], Any]]:
 
     def attend(dim: int, heads: int, kv_heads: int, new: int, trees: bool = False, **options: Any) -> Callable[[], Any]:
         one = samples.paged([(70, new)], heads, kv_heads, dim, 64, trees=trees, dtype=torch.bfloat16)
-        return lambda: paged_attention.attend(one.queries, one.keys, one.values, one.layout, dim**-0.5, **options)
+        layout = one.layout._replace(most_tokens=options.pop("most_tokens", 2048))
+        return lambda: paged_attention.attend(one.queries, one.keys, one.values, layout, dim**-0.5, **options)
 
     def pick(*kinds: tuple[float, int, float, float]) -> Callable[[], Any]:
         return lambda: fused_pick.pick(torch.zeros(len(kinds), 128256), samples.sampling(kinds, 0))
@@ -168,7 +174,11 @@ def calls() -> dict[str, Callable[[], Any]]:
         "attend, 5 tokens, 32:8 heads of 128": attend(128, 32, 8, 5),
         "attend, 16 tokens, 32:8 heads of 128": attend(128, 32, 8, 16),
         "attend, 5 tokens, 32:32 heads of 128": attend(128, 32, 32, 5),
+        "attend, 5 tokens, 9:3 heads of 64": attend(64, 9, 3, 5),
         "attend, 5 tokens, 32:8 heads of 64": attend(64, 32, 8, 5),
+        "attend, 1 token, 16:8 heads of 256": attend(256, 16, 8, 1),
+        "attend, 5 tokens, 32:8 heads of 128, one split": attend(128, 32, 8, 5, most_tokens=100),
+        "attend, 5 tokens, 32:8 heads of 128, fixed splits and tiles": attend(128, 32, 8, 5, tile_rows=64, split=256),
         "attend, 5 tokens, 16:8 heads of 256, window, softcap": attend(256, 16, 8, 5, window=64, softcap=50.0),
         "attend, 5 tokens, 64:8 heads of 64, window, sinks": attend(64, 64, 8, 5, window=64, sinks=torch.zeros(64)),
         "attend, 5 tokens, 40:8 heads of 128, chunks": attend(128, 40, 8, 5, chunk=8192),
