@@ -57,7 +57,7 @@ def choose_body(
         return
     measure = measure or replay_seconds
     try:
-        body = FusedBody(stack.llama, runner.kernels, _packing(stack.llama, owned))
+        body = FusedBody(stack.llama, runner.kernels, packing_of(stack.llama, owned))
         if body.packing == "share" and stack.device.type == "cuda":
             torch.cuda.empty_cache()  # else torch keeps the memory in which the weights were before
         error = layers_error(stack, body)
@@ -80,7 +80,7 @@ def choose_body(
         _log.info("recordings run fused layers (weights: %s); with them, %s", body.packing, times)
 
 
-def _packing(weights: LlamaWeights, owned: bool) -> Packing:
+def packing_of(weights: LlamaWeights, owned: bool) -> Packing:
     """How the weights are packed: in place if the model is owned, else as copies where they fit into free memory."""
     if owned and not any(weight.is_inference() for layer in weights.layers for weight in layer.weights()):
         return "share"

@@ -80,19 +80,27 @@ class Runner:
         capture: records bodies.
         budget: bytes of device memory for all recordings.
         max_rows: maximum rows of a whole round. For larger batches, segments of layers are recorded.
+        shares: another runner, whose recordings are within the same budget.
     """
 
     def __init__(
-        self, stack: Any, kernels: Kernels, capture: Capture, budget: int = BUDGET, max_rows: int = MAX_ROWS
+        self,
+        stack: Any,
+        kernels: Kernels,
+        capture: Capture,
+        budget: int = BUDGET,
+        max_rows: int = MAX_ROWS,
+        shares: Runner | None = None,
     ) -> None:
         self.stack, self.kernels, self.max_rows = stack, kernels, max_rows
-        self.graphs = Graphs(capture, budget)
+        self.graphs: Graphs = Graphs(capture, budget) if shares is None else shares.graphs
         self.storages = Storages()
         self.refused: str | None = None
         """The first operation that could not be recorded; everything then runs eagerly."""
         self._heads = stack.exit_heads
         self._given: dict[bool, Tensor] = {}  # input buffers of layers, for tokens and for hidden states
-        self._lock = threading.Lock()  # a target may serve several threads, and buffers are shared
+        # A target may serve several threads; buffers and the memory of recordings are shared.
+        self._lock: threading.Lock = threading.Lock() if shares is None else shares._lock
 
     @classmethod
     def on_cuda(cls, stack: Any, budget: int = BUDGET) -> Runner:
