@@ -107,7 +107,7 @@ def layers_error(stack: Any, body: FusedBody) -> float:
         inputs.fill(spans, tokens)
         views, fused = (StaticRows(cache, inputs.layout, body.kernels) for cache in caches)
         wanted: dict[int, Tensor | None] = dict.fromkeys(range(1, stack.num_layers + 1))
-        last = _by_views(stack, views, inputs.given, wanted)[:count]
+        last = stack.run_views(views, 0, stack.num_layers, inputs.given, wanted)[:count]
         given = inputs.given
         for depth in depths:
             taps: dict[int, Tensor | None] = {depth + 1: None}
@@ -119,16 +119,6 @@ def layers_error(stack: Any, body: FusedBody) -> float:
             given = states.contiguous()
         errors.append(_excess(done, last, last))
     return float(torch.stack(errors).max()) / ROUNDING[stack.dtype]
-
-
-def _by_views(stack: Any, rows: StaticRows, given: Tensor, taps: dict[int, Tensor | None]) -> Tensor:
-    """The views' results of all layers."""
-    chosen, stack.recorded = stack.recorded, None
-    try:
-        hidden: Tensor = stack.run_here(rows, 0, stack.num_layers, given, taps)
-        return hidden
-    finally:
-        stack.recorded = chosen
 
 
 def _excess(got: Tensor, wanted: Tensor, change: Tensor) -> Tensor:

@@ -7,13 +7,14 @@ row the same bits. Attention sums in an order that depends on positions alone: s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from typing import Any
 
 from torch import Size, Tensor
 
 from selfspec.executors.cuda.fused_body import FusedBody
 from selfspec.executors.cuda.packed_linear import PackedLinear
 from selfspec.executors.cuda.static_rows import StaticRows
+from selfspec.kernels.layout import Layout
 from selfspec.kernels.suite import Kernels
 from selfspec.model.kv_cache import PackedRows
 from selfspec.model.row_counts import MULTIPLES, RowCounts, fill_up, measured, random_rows
@@ -28,15 +29,16 @@ WIDE_TILE = 64
 Signature = tuple[tuple[Size, ...], bool]
 
 
-def with_fixed_order(kernels: Kernels, share: int, wide: bool) -> Kernels:
-    """The kernels, whose attention sums in a constant order.
+def with_fixed_order(kernels: Kernels, is_wide: bool = False) -> Kernels:
+    """The kernels, whose attention sums in a constant order. `is_wide`: calls have many new tokens of a row."""
+    least, split = (WIDE_TILE, WIDE_SPLIT) if is_wide else (LEAST_TILE, SPLIT)
 
-    Args:
-        share: query heads that share a key head.
-        wide: whether calls have many new tokens of a row.
-    """
-    tile = max(WIDE_TILE if wide else LEAST_TILE, 1 << (share - 1).bit_length())
-    return kernels._replace(attend=partial(kernels.attend, tile_rows=tile, split=WIDE_SPLIT if wide else SPLIT))
+    def attend(queries: Tensor, keys: Tensor, *given: Any) -> Tensor:
+        share = queries.shape[1] // keys.shape[2]
+        tile_rows = max(least, 1 << (share - 1).bit_length())
+        return kernels.attend(queries, keys, *given, tile_rows=tile_rows, split=split)
+
+    return kernels._replace(attend=attend)
 
 
 class ExactBody(FusedBody):
@@ -71,14 +73,7 @@ class ExactBody(FusedBody):
         filled = self._whole.filled(count)
         if filled == count:
             return super().run(rows, start, stop, given, taps)
-        layout, trees = rows.layout, rows.layout.trees
-        layout = layout._replace(
-            rows=fill_up(layout.rows, filled, -1),
-            slots=fill_up(layout.slots, filled, -1),
-            positions=fill_up(layout.positions, filled),
-            trees=trees and trees._replace(ancestors=fill_up(trees.ancestors, filled)),
-        )
-        rows = StaticRows(rows.cache, layout, self.kernels)
+        rows = StaticRows(rows.cache, filled_layout(rows.layout, filled), self.kernels)
         hidden = super().run(rows, start, stop, fill_up(given, filled), taps)
         for depth, states in (taps or {}).items():
             if taps is not None and states is not None and start < depth <= stop:
@@ -92,6 +87,17 @@ class ExactBody(FusedBody):
                 x = random_rows(MULTIPLES * rows, linear.linears[0].weight)
                 found[_signature(linear)] = measured(linear, x, rows)
         return found
+
+
+def filled_layout(layout: Layout, count: int) -> Layout:
+    """The layout with padding after its last place, `count` places in all."""
+    trees = layout.trees
+    return layout._replace(
+        rows=fill_up(layout.rows, count, -1),
+        slots=fill_up(layout.slots, count, -1),
+        positions=fill_up(layout.positions, count),
+        trees=trees and trees._replace(ancestors=fill_up(trees.ancestors, count)),
+    )
 
 
 def _signature(linear: PackedLinear) -> Signature:

@@ -1,4 +1,4 @@
-"""Exact mode on CUDA: fused layers and whole rounds from recordings, in place of blocks that run eagerly."""
+"""Exact mode on CUDA: layers and whole rounds from recordings, in place of blocks that run eagerly."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from selfspec.executors.cuda.body_choice import layers_error, packing_of
 from selfspec.executors.cuda.exact_body import ExactBody, with_fixed_order
+from selfspec.executors.cuda.exact_views import BlockViews
 from selfspec.executors.cuda.fused_body import FusedBody
 from selfspec.executors.cuda.runner import Runner
 from selfspec.executors.cuda.self_check import round_problem
@@ -20,34 +21,47 @@ from selfspec.kernels.layout import Layout
 from selfspec.model.attention_backends import layout_of
 from selfspec.model.exact import ExactStack, cut, parts_of
 from selfspec.model.exact_check import difference
+from selfspec.model.fingerprint import hidden_size_of
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span, tensor_of
-from selfspec.model.row_counts import MULTIPLES, measured, random_rows
+from selfspec.model.row_counts import MULTIPLES, measured
 from selfspec.model.stack import Stack, Taps
 
 _log = logging.getLogger("selfspec")
 
 
 def install_exact(stack: ExactStack, source: Stack) -> None:
-    """Let an exact stack decode from recordings, where its source does so and its layers can be fused.
+    """Let an exact stack decode from recordings, where its source does so: by fused layers, or else by the views.
 
-    What then runs is checked: layers against the views, rounds against the eager layers, and bits in different calls.
-    If anything is wrong, the stack stays as it was, with a warning.
+    What then runs is checked: fused layers against the views, rounds against the eager layers, and bits in different
+    calls. If neither passes, the stack stays as it was. Each that does not is logged.
     """
-    if source.runner is None or source.runner.refused is not None or stack.llama is None:
+    if source.runner is None or source.runner.refused is not None:
         return
-    try:
-        runner = stack.runner = ExactRunner(stack, source)
-        stack.recorded = runner.narrow
-        error = layers_error(stack, runner.narrow)
-        problem = f"hidden states differ by {error:.2g} roundings" if not error <= 1 else round_problem(stack, runner)
-        if problem is None and runner.refused is None and (differs := difference(stack)):
-            problem = f"its {differs} depend on the other tokens of a call"
-        problem = problem or runner.refused
-    except Exception as raised:  # compilers and drivers raise exceptions of any type
-        problem = f"{type(raised).__name__}: {raised}"
-    if problem:
-        _log.warning("fused layers are not exact for this model here (%s), so exact mode runs without them", problem)
+    for is_fused in (True, False) if stack.llama is not None else (False,):
+        try:
+            stack.runner = ExactRunner(stack, source, is_fused)
+            problem = _problem_of(stack, stack.runner)
+        except Exception as raised:  # compilers and drivers raise exceptions of any type
+            problem = f"{type(raised).__name__}: {raised}"
+        if not problem:
+            return
+        kind = "fused layers" if is_fused else "recordings"
+        _log.warning("exact mode runs without %s for this model here (%s)", kind, problem)
+        source.runner.graphs.forget(lambda key: True)
         stack.remove_runner()
+
+
+def _problem_of(stack: ExactStack, runner: ExactRunner) -> str:
+    """What is wrong with an exact stack's recordings; "" if nothing is."""
+    if isinstance(runner.narrow, ExactBody):
+        error = layers_error(stack, runner.narrow)
+        if not error <= 1:  # it may be NaN
+            return f"hidden states differ by {error:.2g} roundings"
+    problem = round_problem(stack, runner) or runner.refused
+    if problem:
+        return problem
+    differs = difference(stack)
+    return f"its {differs} depend on the other tokens of a call" if differs else runner.refused or ""
 
 
 class ExactRunner(Runner):
@@ -55,21 +69,32 @@ class ExactRunner(Runner):
 
     All calls run the same layers, from recordings or not, so it never leaves a call to the stack. Tokens of prompts
     that fill blocks of `stack.wide` positions run in these blocks.
+
+    Args:
+        is_fused: run fused layers, not the views.
     """
 
-    def __init__(self, stack: ExactStack, source: Stack) -> None:
-        weights, given, body = stack.llama, source.runner, source.recorded
-        assert weights is not None
-        share = len(weights.layers[0].q.weight) // len(weights.layers[0].k.weight)
-        narrow, wide = (with_fixed_order(given.kernels, share, is_wide) for is_wide in (False, True))
-        super().__init__(stack, narrow, given.graphs.capture, max_rows=given.max_rows, shares=given)
-        if not isinstance(body, FusedBody):
-            body = FusedBody(weights, given.kernels, packing_of(weights, False))
+    def __init__(self, stack: ExactStack, source: Stack, is_fused: bool) -> None:
+        given, body = source.runner, source.recorded
+        kernels, wide_kernels = (with_fixed_order(given.kernels, is_wide) for is_wide in (False, True))
+        super().__init__(stack, kernels, given.graphs.capture, max_rows=given.max_rows, shares=given)
+        self.narrow: ExactBody | BlockViews
+        self.wide: ExactBody | BlockViews
         with torch.inference_mode():
-            self.narrow = ExactBody(body, narrow, stack.rows, free=True)
-            self.wide = ExactBody(body, wide, stack.wide, free=False)
-            hidden = random_rows(MULTIPLES * stack.rows, weights.embedding)
-            stack.head_counts = measured(stack.normed_logits, hidden, stack.rows)
+            if is_fused:
+                assert stack.llama is not None
+                if not isinstance(body, FusedBody):
+                    body = FusedBody(stack.llama, kernels, packing_of(stack.llama, False))
+                self.narrow = ExactBody(body, kernels, stack.rows, free=True)
+                self.wide = ExactBody(body, wide_kernels, stack.wide, free=False)
+            else:
+                self.narrow = BlockViews(stack, kernels, stack.rows)
+                self.wide = BlockViews(stack, wide_kernels, stack.wide)
+            hidden = torch.randn(
+                MULTIPLES * stack.rows, hidden_size_of(stack), generator=torch.Generator().manual_seed(0)
+            )
+            stack.head_counts = measured(stack.normed_logits, hidden.to(stack.device, stack.dtype), stack.rows)
+        stack.recorded = self.narrow
 
     def run(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None = None) -> Tensor:
         """See `Stack.run`."""
