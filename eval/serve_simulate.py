@@ -1,0 +1,99 @@
+"""A server in virtual time: arrivals, admission, prefill and programs as in the engine, at the seconds of a cost table.
+
+Policies are the library's own (`plan`, `observe`); their rounds are replayed from traces. Decisions of a policy take no
+virtual time. As in the server, tokens are delivered after a program, and a program ends after a thirtieth of a second.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from eval.replay import PREFILL_CHUNK, Replayed, SimulatedRow, prefill, run_program
+from eval.serve_figures import Served
+from eval.traces import Trace
+from selfspec.control.costs import Costs
+from selfspec.control.plan import LOOKUP, Policy
+from selfspec.decoding.checked import CheckedPolicy
+from selfspec.decoding.engine import DEADLINE
+
+
+class SimulatedServer:
+    """Serves loads one after another with the same policy.
+
+    Args:
+        max_batch_size: rows decoded together.
+        max_cached_tokens: a request waits until its prompt and output fit in; 0: no limit.
+        prefill_chunk: most prompt tokens read between two programs.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        costs: Costs,
+        max_batch_size: int,
+        max_cached_tokens: int = 0,
+        prefill_chunk: int = PREFILL_CHUNK,
+    ) -> None:
+        self.costs, self.max_batch_size, self.prefill_chunk = costs, max_batch_size, prefill_chunk
+        self.max_cached_tokens = max_cached_tokens or float("inf")
+        self._checked = CheckedPolicy(policy, costs.num_layers)
+        self._next_id = 0
+
+    def serve(self, traces: Sequence[Trace], arrivals: Sequence[float]) -> list[Served]:
+        """Serve a request per trace, which arrives after so many seconds; the results are in the traces' order.
+
+        Raises:
+            ValueError: a request exceeds `max_cached_tokens`.
+        """
+        first, self._next_id = self._next_id, self._next_id + len(traces)
+        made = [SimulatedRow(first + i, trace) for i, trace in enumerate(traces)]
+        if made and (largest := max(map(_cached, made))) > self.max_cached_tokens:
+            raise ValueError(f"max_cached_tokens must hold every request, the largest needs {largest}")
+        coming = deque(sorted(zip(arrivals, range(len(made)), strict=True)))
+        waiting, rows, now = deque[SimulatedRow](), list[SimulatedRow](), 0.0
+        times: dict[int, list[float]] = {row.request_id: [] for row in made}
+        while coming or waiting or rows:
+            if not (waiting or rows):
+                now = max(now, coming[0][0])
+            while coming and coming[0][0] <= now:
+                waiting.append(made[coming.popleft()[1]])
+            self._admit(waiting, rows)
+            before = [row.at for row in rows]
+            now += self._step(rows)
+            for row, at in zip(rows, before, strict=True):
+                if row.at > at:
+                    times[row.request_id].append(now)
+            rows = [row for row in rows if row.room]
+        rooms = [(row.trace.prompt_length, row.at) for row in made]
+        return [
+            Served(sent, tuple(times[row.request_id]), *counts)
+            for sent, row, counts in zip(arrivals, made, rooms, strict=True)
+        ]
+
+    def _admit(self, waiting: deque[SimulatedRow], rows: list[SimulatedRow]) -> None:
+        """First come, first served, while there is a place and room for all tokens, as `Scheduler.admitted` does."""
+        while waiting and len(rows) < self.max_batch_size:
+            if sum(map(_cached, rows)) + _cached(waiting[0]) > self.max_cached_tokens:
+                return
+            rows.append(waiting.popleft())
+
+    def _step(self, rows: Sequence[SimulatedRow]) -> float:
+        """Read prompts, and run a program of the rows that are ready; its seconds."""
+        before = [row.num_cached for row in rows]
+        seconds = prefill(rows, self.prefill_chunk, self._checked.policy, self.costs)
+        for row, start in zip(rows, before, strict=True):
+            if row.num_cached > start:
+                context = (start + row.num_cached) / 2
+                seconds += self.costs.verify(LOOKUP, 1, row.num_cached - start, context)
+        ready = [row for row in rows if row.num_cached == row.trace.prompt_length - 1]
+        if not ready:
+            return seconds
+        done = Replayed()
+        run_program(ready, len(ready) < len(rows), self._checked, self.costs, done, {}, DEADLINE)
+        return seconds + done.seconds
+
+
+def _cached(row: SimulatedRow) -> int:
+    """Tokens whose keys and values are kept when the row ends."""
+    return row.trace.prompt_length + len(row.trace.tokens) - 1
