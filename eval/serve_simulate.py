@@ -9,13 +9,62 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from eval.replay import PREFILL_CHUNK, Replayed, SimulatedRow, prefill, run_program
+import numpy as np
+
+from eval.replay import PREFILL_CHUNK, Replayed, SimulatedRow, make, prefill, run_program
+from eval.serve_config import ServeConfig
 from eval.serve_figures import Served
-from eval.traces import Trace
+from eval.serve_load import output_lengths
+from eval.serve_synthetic import GPUS, gpu_costs, synthetic_traces
+from eval.synthetic import config_of
+from eval.tasks import read_costs
+from eval.traces import Trace, load
 from selfspec.control.costs import Costs
 from selfspec.control.plan import LOOKUP, Policy
 from selfspec.decoding.checked import CheckedPolicy
 from selfspec.decoding.engine import DEADLINE
+
+POOL = 32  # different random outputs; requests share them
+
+
+class Simulated:
+    """Serves loads in virtual time, each by a new policy.
+
+    Raises:
+        ValueError: a file cannot be read, or costs and traces are of models of different depth.
+    """
+
+    def __init__(self, config: ServeConfig) -> None:
+        self.config = config
+        given = read_costs(config.costs) if config.costs else {}
+        self.costs = next(iter(given.values())) if given else gpu_costs(config_of(config.shape), GPUS[config.gpu])
+        self.prior, layers = None, self.costs.num_layers
+        if config.traces:
+            pool, self.prior = load(config.traces)
+            if any(trace.num_layers != layers for trace in pool):
+                raise ValueError(f"the costs are of {layers} layers, the traces {config.traces!r} of others")
+        else:
+            longest, (low, high) = config.output_tokens[1], config.prompt_tokens
+            lengths = np.random.default_rng(config.seed).integers(low, high + 1, POOL)
+            pool = [
+                synthetic_traces(layers, 1, int(n), longest, config.acceptance, (config.seed, i))[0]
+                for i, n in enumerate(lengths)
+            ]
+        lengths = output_lengths(config.num_requests, config.output_tokens, config.seed)
+        self.traces = [pool[i % len(pool)].cut(n) for i, n in enumerate(lengths)]
+        texts = config.traces or f"random outputs of acceptance {config.acceptance:g} at a quarter of the layers"
+        self.title = (
+            f"virtual time at the costs of {config.costs or f'{config.shape}, {config.gpu}, computed'}; {texts}"
+        )
+
+    def serve(self, policy: str, arrivals: Sequence[float]) -> list[Served]:
+        """Serve the load once, after the uncounted requests."""
+        config = self.config
+        made = make(policy, self.costs, config.exit_layer or None, config.num_draft_tokens or None, self.prior)
+        one = SimulatedServer(made, self.costs, config.max_batch_size, config.max_cached_tokens)
+        for trace in self.traces[: config.warmups]:
+            one.serve([trace], [0.0])
+        return one.serve(self.traces, arrivals)
 
 
 class SimulatedServer:

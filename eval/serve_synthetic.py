@@ -10,6 +10,7 @@ figures of a device, which are lower than those of its data sheet.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -79,7 +80,7 @@ def acceptance_of(quarter: float, num_layers: int) -> np.ndarray:
 
 
 def synthetic_traces(
-    num_layers: int, count: int, prompt_tokens: int, num_tokens: int, acceptance: float, seed: int = 0
+    num_layers: int, count: int, prompt_tokens: int, num_tokens: int, acceptance: float, seed: int | Sequence[int] = 0
 ) -> list[Trace]:
     """Traces of random outputs, in which every layer accepts what the layers before it accept.
 
