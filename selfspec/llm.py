@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Self
@@ -208,7 +209,8 @@ class LLM:
             return [request]
         if request.sampling.temperature == 0:
             raise ValueError(f"n must be 1 with greedy decoding, whose outputs are all the same, got {params.n}")
-        return [request, *[request.with_seed(params.seed + i) for i in range(1, params.n)]]
+        others = [request.with_seed(params.seed + i) for i in range(1, params.n)]
+        return [request, *[replace(other, prompt_logprobs=None) for other in others]]  # one of them reads it for all
 
     def _rounds(
         self, prompts: Prompt | Sequence[Prompt], params: Params, burst: float | None
@@ -317,6 +319,32 @@ class LLMEngine:
     def num_waiting(self) -> int:
         """Requests that wait for a place, every one of their `n` outputs counted."""
         return self._engine.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        """Outputs that have a place: their prompts are read, or they are decoded."""
+        return len(self._engine.rows)
+
+    @property
+    def running(self) -> set[str]:
+        """The ids of the requests of which an output has a place."""
+        running = {row.request_id for row in self._engine.rows}
+        return {name for name, rows in self._rows.items() if not running.isdisjoint(rows)}
+
+    @property
+    def max_num_cached_tokens(self) -> int:
+        """Tokens whose keys and values fit at once."""
+        return self._engine.cache.room
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """The share of the cache's pages that are in use, in 0..1."""
+        cache = self._engine.cache
+        return 1 - cache.num_free_pages / cache.num_pages
+
+    def remember(self) -> None:
+        """Keep what was learned of acceptance; the LLM's next call or engine starts from it."""
+        self._llm.target.remember(self._engine)
 
 
 def several_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

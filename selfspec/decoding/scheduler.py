@@ -89,7 +89,8 @@ class Scheduler:
         """Pages for a request, and how many tokens of its prompt they hold; None where too few are free."""
         need = self._num_cached_at_end(request)
         if self._prefix is not None:
-            return self._prefix.reserve(request.prompt, need)
+            scored = request.prompt_logprobs is not None  # all of the prompt is read, for its logits
+            return self._prefix.reserve(request.prompt[:1] if scored else request.prompt, need)
         pages = self._cache.reserve(need)
         return None if pages is None else (pages, 0)
 

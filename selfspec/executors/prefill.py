@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from selfspec.control.plan import SEED_POSITIONS, Policy
+from selfspec.executors.logprobs import TokenLogprobs, token_logprobs
 from selfspec.executors.penalties import Penalties, Text
 from selfspec.executors.picker import Picker
 from selfspec.executors.rows import Row
 from selfspec.executors.shadow import shadow_picks
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span, tensor_of
 from selfspec.model.stack import Stack, Taps
+
+SCORED = 128  # positions whose logits are held at once
 
 
 class _Probe(NamedTuple):
@@ -31,7 +34,7 @@ def prefill(stack: Stack, cache: PagedCache, picker: Picker, rows: Sequence[Row]
     """Write keys and values of at most `budget` prompt tokens, row after row.
 
     The last token of each prompt is left to the first round. If the policy requests it, a prompt's last positions are
-    probed (`Policy.seed_layers`, `Policy.seed`).
+    probed (`Policy.seed_layers`, `Policy.seed`). Rows that ask for them get the log-probabilities of their prompts.
     """
     if all(row.num_cached + 1 >= len(row.content) for row in rows):
         return
@@ -53,10 +56,26 @@ def prefill(stack: Stack, cache: PagedCache, picker: Picker, rows: Sequence[Row]
     packed = PackedRows(cache, spans, stack.device)
     packed.plans["prompts"] = [len(row.content) - 1 for row, _ in fed]  # read in exact mode
     last = stack.run(packed, 0, stack.num_layers, tensor_of(tokens, stack.device), taps)
+    at = 0
     for row, count in fed:
+        told = _prompt_logprobs(stack, row, last[at : at + count])
+        row.prompt_logprobs += told
         row.num_cached += count
+        at += count
     for probe in probes:
         _seed_policy(stack, picker, probe, last, taps or {}, policy)
+
+
+def _prompt_logprobs(stack: Stack, row: Row, last: Tensor) -> list[TokenLogprobs]:
+    """Of the tokens after those just read, if the request asks for them. `last`: hidden states after the last layer."""
+    wanted = row.request.prompt_logprobs
+    if wanted is None:
+        return []
+    told: list[TokenLogprobs] = []
+    tokens = row.content[row.num_cached + 1 : row.num_cached + 1 + len(last)]
+    for at in range(0, len(last), SCORED):
+        told += token_logprobs(stack.logits(last[at : at + SCORED]), tokens[at : at + SCORED], wanted)
+    return told
 
 
 def _probe(row: Row, start: int, count: int, at: int, policy: Policy) -> _Probe | None:

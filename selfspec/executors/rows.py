@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from selfspec.control.rows import RowState
 from selfspec.drafting.row_lookup import RowLookup
+from selfspec.executors.logprobs import TokenLogprobs
 from selfspec.executors.pick import Sampling
 
 
@@ -31,6 +32,8 @@ class Request(Protocol):
     def speculative(self) -> bool: ...  # False: the row never drafts
     @property
     def logprobs(self) -> int | None: ...  # most probable tokens to report per position; None: no log-probabilities
+    @property
+    def prompt_logprobs(self) -> int | None: ...  # the same for the tokens of the prompt
 
 
 class Row(Protocol):
@@ -41,6 +44,7 @@ class Row(Protocol):
 
     num_cached: int
     num_prompt_tokens: int
+    prompt_logprobs: list[TokenLogprobs]  # of the prompt's tokens read so far but the first, where asked
 
     @property
     def request_id(self) -> int: ...
