@@ -1,7 +1,8 @@
 """A server in virtual time: arrivals, admission, prefill and programs as in the engine, at the seconds of a cost table.
 
 Policies are the library's own (`plan`, `observe`); their rounds are replayed from traces. Decisions of a policy take no
-virtual time. As in the server, tokens are delivered after a program, and a program ends after a thirtieth of a second.
+virtual time. As in the server, tokens are delivered after a program, which ends after a thirtieth of a second; a program
+with a row's first token has one round.
 """
 
 from __future__ import annotations
@@ -139,7 +140,8 @@ class SimulatedServer:
         if not ready:
             return seconds
         done = Replayed()
-        run_program(ready, len(ready) < len(rows), self._checked, self.costs, done, {}, DEADLINE)
+        is_single = len(ready) < len(rows) or not all(row.at for row in ready)  # as in `Engine`
+        run_program(ready, is_single, self._checked, self.costs, done, {}, DEADLINE)
         return seconds + done.seconds
 
 
