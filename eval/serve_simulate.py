@@ -1,8 +1,8 @@
 """A server in virtual time: arrivals, admission, prefill and programs as in the engine, at the seconds of a cost table.
 
 Policies are the library's own (`plan`, `observe`); their rounds are replayed from traces. Decisions of a policy take no
-virtual time. As in the server, tokens are delivered after a program, which ends after a thirtieth of a second; a program
-with a row's first token has one round.
+virtual time. As in the server, tokens are delivered after a program. It ends after a thirtieth of a second; one with a
+row's first token has one round.
 """
 
 from __future__ import annotations
