@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from eval.methods import PLAIN_KINDS, parse_method
 from eval.metrics import METRICS
@@ -196,7 +194,8 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
         form, default = kinds[field.name], field.default
         shape: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if form is bool else {}
         if typing.get_origin(form) in (tuple, dict):
-            shape = {"nargs": "*", **({} if typing.get_origin(form) is tuple else {"metavar": "NAME=TEXT"})}
+            shape = {"nargs": "*", "action": "extend"}
+            shape |= {} if typing.get_origin(form) is tuple else {"metavar": "NAME=TEXT"}
         elif typing.get_origin(form) is list:
             continue
         shown = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
@@ -236,17 +235,38 @@ def read_config(kind: type[Config], path: str | Path, given: Mapping[str, Any] |
     kinds = typing.get_type_hints(kind)
     for key in values:
         known("configuration key", str(key), kinds)
-    merged = OmegaConf.structured(kind)
+    made = {}
     for key, value in {**values, **(given or {})}.items():
         try:
-            merged = OmegaConf.merge(merged, {key: value})
-        except (OmegaConfBaseException, TypeError) as problem:
-            raise ValueError(f"{key} must be {_describe_type(kinds[key])}, got {value!r}") from problem
+            made[key] = _converted(value, kinds[key], key)
+        except TypeError:
+            raise ValueError(f"{key} must be {_describe_type(kinds[key])}, got {value!r}") from None
+    return kind(**made)
+
+
+def _converted(value: Any, kind: Any, key: str) -> Any:
+    """A value of YAML or of a flag as the type of its field; TypeError where it is of another type."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (tuple, list) and isinstance(value, tuple | list):
+        return origin(_converted(each, inner[0], f"{key}[{i}]") for i, each in enumerate(value))
+    if origin is dict and isinstance(value, dict):
+        return {str(name): _converted(text, inner[1], f"{key}.{name}") for name, text in value.items()}
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        kinds, fields = typing.get_type_hints(kind), dataclasses.fields(kind)
+        if not value.keys() <= kinds.keys():
+            raise TypeError
+        for field in fields:
+            if field.name not in value and {field.default, field.default_factory} == {dataclasses.MISSING}:
+                raise ValueError(f"{key}.{field.name} is missing; give it a value")
+        made: Any = kind
+        return made(**{name: _converted(each, kinds[name], f"{key}.{name}") for name, each in value.items()})
+    accepted = {bool: bool, int: int | str, float: int | float | str, str: str | int | float}.get(kind)
+    if accepted is None or not isinstance(value, accepted) or isinstance(value, bool) != (kind is bool):
+        raise TypeError
     try:
-        config: Any = OmegaConf.to_object(merged)
-    except MissingMandatoryValue as problem:
-        raise ValueError(f"{problem.full_key} is missing; give it a value") from problem
-    return config  # type: ignore[no-any-return]
+        return kind(value)
+    except ValueError:  # text that is no number
+        raise TypeError from None
 
 
 def _describe_type(kind: Any) -> str:
@@ -262,9 +282,8 @@ def _describe_type(kind: Any) -> str:
 
 def _read(path: str | Path) -> dict[Any, Any]:
     try:
-        content = OmegaConf.load(path)
-        values: Any = OmegaConf.to_container(content, resolve=True) if isinstance(content, DictConfig) else content
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as problem:
+        values = yaml.safe_load(Path(path).read_text("utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as problem:
         text = " ".join(str(problem).split())
         raise ValueError(f"cannot read the configuration {str(path)!r}: {text}") from problem
     check(isinstance(values, dict), f"the configuration {str(path)!r}", "a mapping of keys to values", values)

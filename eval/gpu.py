@@ -2,8 +2,9 @@
 
 Targets are synthetic: well-known shapes, random weights, a set acceptance. Every shape is measured in its own process,
 so a lost CUDA context or a crash costs one figure. The record is written after every figure, the most important first:
-`--minutes 4` gives plain, fixed and adaptive decoding of the first shape at the first two batch sizes, and those of
-transformers' `generate`. Figures without enough time or memory are reported as not measured.
+`--minutes 4` gives, for the first shape, plain, fixed and adaptive decoding at the first two batch sizes with the
+device's busy time, kernels and bytes, each way to run the layers, and adaptive at the other batch sizes; then exact
+mode, prefill, attention and peers as far as they fit. Other figures are reported as not measured, with the reason.
 `--config configs/eval/gpu_small.yaml` tries the command on a CPU in a minute.
 """
 
@@ -23,13 +24,16 @@ from typing import Any
 
 import torch
 
-from eval.config import FOLDER, add_flags, flags_given, read_config
-from eval.gpu_shape import OPENING, GpuConfig, Save, measure_shape, one_line
-from eval.gpu_table import figures, render
+from eval.config import FOLDER, add_flags, check, flags_given, read_config
+from eval.gpu_figures import figures
+from eval.gpu_peers import read_peer
+from eval.gpu_plan import GpuConfig
+from eval.gpu_shape import OPENING, Save, measure_shape, one_line
+from eval.gpu_table import render
 from eval.measurement import machine
 from eval.synthetic import SHAPES
 
-WEIGHTS = {"llama-3-8b": 4.0}  # shares of the time by shape; the other shapes have DEFAULT_WEIGHT
+WEIGHTS = {"llama-3-8b": 6.0, "smollm2-135m": 4.0}  # shares of the time by shape; the other shapes have DEFAULT_WEIGHT
 DEFAULT_WEIGHT = 2.0
 FIRST_SECONDS = 160.0  # minimum of the first shape in a short run
 GRACE = 30.0  # seconds that a process may exceed its time, to finish its current figure
@@ -167,6 +171,8 @@ def main(arguments: Sequence[str]) -> int:
     for name in config.shapes:
         if name not in SHAPES and not Path(name).exists():
             raise ValueError(f"shapes must be of {', '.join(SHAPES)}, or a config.json, got {name!r}")
+    names = [read_peer(folder).name for folder in config.peer]
+    check(len(set(names)) == len(names), "peer", "folders of different names", names)
     path = Path(options.output) / "gpu.json"
     print(render(Run(config, path).measure()))
     print(f"\nThe record is in {path}.")

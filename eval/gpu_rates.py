@@ -1,35 +1,33 @@
-"""Measure a device: rounds after prefill, single forwards, transformers' own decoding, bandwidth."""
+"""Measure an engine on a device: rounds after prefill, busy time, prefill, and the pause while a prompt is read."""
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList
 
-from eval.decoders import neutral_generation_config
+from eval.gpu_clock import Recorded, kernels_of, seconds_of
 from eval.measurement import no_garbage_collection, synchronize, timed
 from eval.synthetic import Synthetic, random_prompts
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.results import Round
+from selfspec.executors.cuda.round_inputs import RoundInputs
 from selfspec.executors.picker import Picker
 from selfspec.executors.prefill import prefill
-from selfspec.model.kv_cache import PackedRows, Span
 
-ONE_ROUND = 0.0  # deadline in seconds that gives programs of one round, so that the clock is read after each
 SLICES = 3  # of the measurement; the rates of the slowest and the fastest are reported
 WARM_ROUNDS = 4  # minimum before the measurement; the first ones may compile or record graphs
 WARM_SHARE = 0.4  # maximum share of a row's tokens before the measurement
 PAGE = 256  # page size in tokens, a multiple of what any attention backend needs
-PEERS = {"hf": 4, "hf early exit": 4, "hf static": 6}  # transformers' methods: calls before the measurement
-PEER_TOKENS = 512  # maximum new tokens of transformers' methods
+BUSY_ROUNDS = 12  # minimum of a profile
+PREFILL_REPEATS = 3
+SHORT_PROMPT, RUNNING_TOKENS = 16, 512  # prompt and most new tokens of the row that runs while a long prompt is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +39,7 @@ class Rate:
     highest: float
     rounds: int
     seconds: float
+    mean_context: float | None = None  # tokens that a row holds, in the middle of the measurement
     acceptance: float | None = None  # of judged drafted tokens; None: unknown, or nothing was drafted
     plans: dict[str, int] | None = None  # rounds by exit layer
 
@@ -55,9 +54,7 @@ def ready_engine(target: Synthetic, batch: int, context: int, new_tokens: int, *
     that of one row. The rows' last tokens differ, and so their outputs.
     """
     share = -(-(context + new_tokens) // PAGE) * PAGE
-    engine = Engine(
-        target, max_batch_size=batch, max_cached_tokens=batch * share, prefill_chunk=4096, burst=ONE_ROUND, **options
-    )
+    engine = Engine(target, max_batch_size=batch, max_cached_tokens=batch * share, prefill_chunk=4096, **options)
     (prompt,) = random_prompts(target.stack.vocab_size, 1, context, seed=3)
     for last in range(batch):
         engine.submit([*prompt[:-1], last % target.stack.vocab_size], max_new_tokens=new_tokens)
@@ -76,143 +73,156 @@ def ready_engine(target: Synthetic, batch: int, context: int, new_tokens: int, *
 def rate_of(engine: Engine, warm: float, window: float) -> Rate:
     """Decode for about `warm` seconds, then measure for `window` seconds or until a row ends.
 
+    The clock is read after every program of rounds, which are as long as the engine makes them.
+
     Raises:
         ValueError: the rows end before the measurement.
     """
-    new_tokens = engine.rows[0].room
-    done: list[tuple[float, Round]] = []
+    new_tokens, rows_before = engine.rows[0].room, engine.rows
+    done, marks = list[Round](), list[tuple[float, int]]()  # of the measurement; marks: (time, total tokens)
     with no_garbage_collection():
-        start, begun, num_rounds = perf_counter(), None, 0
+        start, num_rounds = perf_counter(), 0
         while len(engine.rows) == engine.max_batch_size:
             rounds = engine.step()
             synchronize(engine.stack.device)
             now, num_rounds = perf_counter(), num_rounds + len(rounds)
-            used = new_tokens - min((row.room for row in engine.rows), default=0)
-            if begun is None:
-                if (now - start >= warm and num_rounds >= WARM_ROUNDS) or used >= WARM_SHARE * new_tokens:
-                    begun = now
+            if marks:
+                done += rounds
+                marks.append((now, marks[-1][1] + sum(len(row.tokens) for one in rounds for row in one.rows)))
+                if now - marks[0][0] >= window:
+                    break
                 continue
-            done += [(now, round_) for round_ in rounds]
-            if now - begun >= window:
-                break
-    if begun is None or not done:
+            used = new_tokens - min((row.room for row in engine.rows), default=0)
+            if (now - start >= warm and num_rounds >= WARM_ROUNDS) or used >= WARM_SHARE * new_tokens:
+                marks, length = [(now, 0)], _mean_length(rows_before)
+    if not done:
         raise ValueError(f"rows of {new_tokens} new tokens end before the measurement; raise new_tokens")
-    marks, total = [(begun, 0)], 0
-    for now, round_ in done:
-        total += sum(len(row.tokens) for row in round_.rows)
-        marks.append((now, total))
-    rows = [row for _, round_ in done for row in round_.rows]
+    rows = [row for round_ in done for row in round_.rows]
     judged = sum(min(row.num_accepted + 1, len(row.drafted)) for row in rows)
-    exits = Counter("plain" if r.exit_layer is None else str(r.exit_layer) for _, r in done if r.plan)
+    exits = Counter("plain" if r.exit_layer is None else str(r.exit_layer) for r in done if r.plan)
     accepted = sum(row.num_accepted for row in rows) / judged if judged else None
-    return _rate(marks, len(done), accepted, dict(exits))
+    context = (length + _mean_length(rows_before)) / 2
+    return rate_between(marks, len(done), context, accepted, dict(exits))
 
 
-def _rate(marks: Sequence[tuple[float, int]], rounds: int, *more: Any) -> Rate:
-    """The rate of (time, total tokens) at the start of the measurement and after every round."""
+def _mean_length(rows: Sequence[Any]) -> float:
+    return statistics.fmean(len(row.content) for row in rows)
+
+
+def rate_between(marks: Sequence[tuple[float, int]], rounds: int, *more: Any) -> Rate:
+    """The rate of (time, total tokens) at the start of the measurement and after every program."""
     cuts = sorted({round(i * (len(marks) - 1) / SLICES) for i in range(SLICES + 1)})
     slices = [(marks[b][1] - marks[a][1]) / (marks[b][0] - marks[a][0]) for a, b in pairwise(cuts)]
     seconds = marks[-1][0] - marks[0][0]
     return Rate((marks[-1][1] - marks[0][1]) / seconds, min(slices), max(slices), rounds, seconds, *more)
 
 
-class _Watch(StoppingCriteria):
-    """Records the time of every token, and ends the output after `window` seconds."""
+def busy_rounds(engine: Engine) -> dict[str, Any]:
+    """Seconds that the device is busy per round, and its kernels and launches per round.
 
-    def __init__(self, device: torch.device, warm_calls: int, window: float) -> None:
-        self.device, self.warm_calls, self.window = device, warm_calls, window
-        self.marks: list[tuple[float, int]] = []  # (time, tokens of all rows)
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        synchronize(self.device)
-        self.marks.append((perf_counter(), input_ids.numel()))
-        counted = self.marks[self.warm_calls :]
-        over = len(counted) > SLICES and counted[-1][0] - counted[0][0] >= self.window
-        return torch.full((input_ids.shape[0],), over, device=input_ids.device)
-
-
-def peer_rate(target: Synthetic, kind: str, batch: int, context: int, window: float, draft_tokens: int) -> Rate:
-    """Measure transformers' decoding: `hf` (eager), `hf static` (a static cache, compiled on CUDA) or `hf early exit`.
+    Where the profiler reports nothing, the seconds are those of the recorded round replayed without pause, and the
+    kernels those of its graph.
 
     Raises:
-        ValueError: early exit with several rows, which transformers does not support; or too few tokens were timed.
+        ValueError: the device is no GPU, or neither way works.
     """
-    if kind == "hf early exit" and batch > 1:
-        raise ValueError("transformers' early exit decodes one row only")
-    model, where = target.stack.model, target.stack.device
-    given = torch.tensor(random_prompts(target.stack.vocab_size, batch, context, seed=3), device=where)
-    options: dict[str, Any] = {"cache_implementation": "static"} if kind == "hf static" else {}
-    if kind == "hf early exit":
-        options = {"assistant_early_exit": target.made.exit_layer}
-    watch = _Watch(where, PEERS[kind], window)
-    with no_garbage_collection(), neutral_generation_config(model) as config:
-        if kind == "hf early exit":
-            config.num_assistant_tokens = draft_tokens  # assisted generation reads it from there
-        model.generate(
-            given,
-            attention_mask=torch.ones_like(given),
-            max_new_tokens=PEER_TOKENS,
-            stopping_criteria=StoppingCriteriaList([watch]),
-            **options,
-        )
-    marks = watch.marks[watch.warm_calls :]
-    if len(marks) <= SLICES:
-        raise ValueError(f"only {len(marks)} tokens were timed; a longer window is needed")
-    return _rate(marks, len(marks) - 1)
+    done = [0]
+
+    def some_rounds() -> None:
+        done[0] = 0
+        while done[0] < BUSY_ROUNDS and len(engine.rows) == engine.max_batch_size:
+            done[0] += len(engine.step())
+
+    some_rounds()
+    try:
+        seen = kernels_of(some_rounds, engine.stack.device)
+    except ValueError:
+        runner = engine.stack.runner
+        latest = None if runner is None else runner.graphs.latest
+        if latest is None or not isinstance(latest.inputs, RoundInputs):
+            raise
+        with torch.inference_mode():
+            seconds = seconds_of(latest.recording.replay, engine.stack.device)
+            count = Recorded(latest.body, engine.stack.device).num_nodes
+        return {"way": "replays of the graph", "busy_seconds": seconds, "kernels": count, "launches": None}
+    per_round = {"busy_seconds": seen.seconds, "kernels": seen.count, "launches": seen.launches}
+    return {"way": "profiler", **{name: value / done[0] for name, value in per_round.items()}}
 
 
-def forward_seconds(engine: Engine, lengths: Sequence[int], repeats: int = 10) -> float:
-    """Median seconds of a forward of the model with head, over `lengths[i]` new tokens of row i."""
-    stack = engine.stack
-    tokens = torch.arange(sum(lengths), device=stack.device) % stack.vocab_size
-    spans = [Span(row.pages, len(row.content) - 1, n) for row, n in zip(engine.rows, lengths, strict=True)]
-
-    def forward() -> None:
-        hidden = stack.run(PackedRows(engine.cache, spans, stack.device), 0, stack.num_layers, tokens)
-        stack.logits(hidden)
-
-    with torch.inference_mode(), no_garbage_collection():
-        taken = [timed(forward, stack.device)[1] for _ in range(repeats + 3)]
-    return statistics.median(taken[3:])  # the first may capture or compile
-
-
-def busy_rounds(engine: Engine, rounds: int = 12) -> dict[str, float]:
-    """Busy seconds of the device and launches per round, by torch's profiler; a graph is one launch."""
-    from torch.autograd import DeviceType  # type: ignore[attr-defined]
-    from torch.profiler import ProfilerActivity, profile
-
-    for _ in range(3):
-        engine.step()
-    done = 0
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
-        while done < rounds:
-            done += len(engine.step())
-        synchronize(engine.stack.device)
-    # Only kernels are counted: launches on the host include their kernels' time.
-    events = seen.key_averages()
-    kernels = [e for e in events if e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False)]
-    launches = [e for e in events if e.device_type == DeviceType.CPU and "Launch" in e.key and e.key.startswith("cu")]
-    return {
-        "busy_seconds": sum(e.self_device_time_total for e in kernels) / 1e6 / done,
-        "launches": sum(e.count for e in launches) / done,
-    }
-
-
-def device_speed(device: torch.device, num_bytes: int = 1 << 30, size: int = 8192, repeats: int = 8) -> dict[str, Any]:
-    """Measure a device's bandwidth and, on a GPU, its FLOP/s; the best of the repeats.
+def prefill_seconds(target: Synthetic, context: int) -> dict[str, float]:
+    """Seconds to read a prompt of `context` tokens; the medians of the repeats, after one that is not counted.
 
     Returns:
-        `copy_bytes_per_second`, read and written bytes of a large copy; `matmul_flops_per_second`, of a square product
-        in bfloat16.
+        `seconds`, in one call; `steps_seconds`, in the engine's chunks, with the first round; `peer_seconds`, by a
+        forward of the transformers model as `generate` makes it.
     """
-    source = torch.zeros(num_bytes if device.type == "cuda" else num_bytes >> 4, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    found = {"copy_bytes_per_second": 2 * source.nbytes / _least(lambda: target.copy_(source), repeats, device)}
-    if device.type == "cuda":
-        a, b = torch.randn(2, size, size, device=device).to(torch.bfloat16)
-        found["matmul_flops_per_second"] = 2 * size**3 / _least(lambda: a @ b, repeats, device)
-    return found
+    stack = target.stack
+    ids = torch.tensor(random_prompts(stack.vocab_size, 1, context, seed=5), device=stack.device)
+    prompt = [*ids[0].tolist(), 0]  # the last token is left to the first round
+
+    def new_engine() -> Engine:
+        engine = Engine(target, policy="plain", max_batch_size=1, max_cached_tokens=(context // PAGE + 2) * PAGE)
+        engine.submit(prompt, max_new_tokens=1)
+        return engine
+
+    def in_one_call() -> None:
+        with torch.inference_mode():
+            row.num_cached = 0
+            prefill(engine.stack, engine.cache, Picker(engine.stack), [row], context, engine.policy)
+
+    def in_steps() -> None:
+        while engine.has_work:
+            engine.step()
+
+    def by_transformers() -> None:
+        with torch.inference_mode():
+            stack.model(ids, use_cache=True, logits_to_keep=1)
+
+    found: dict[str, list[float]] = {"seconds": [], "steps_seconds": [], "peer_seconds": []}
+    for _ in range(PREFILL_REPEATS + 1):
+        engine = new_engine()
+        with torch.inference_mode():
+            engine._admit()
+        (row,) = engine.rows
+        found["seconds"].append(timed(in_one_call, stack.device)[1])
+        row.num_cached = 0
+        found["steps_seconds"].append(timed(in_steps, stack.device)[1])
+        found["peer_seconds"].append(timed(by_transformers, stack.device)[1])
+    return {name: statistics.median(seconds[1:]) for name, seconds in found.items()}
 
 
-def _least(call: Callable[[], Any], repeats: int, device: torch.device) -> float:
-    return min(timed(call, device)[1] for _ in range(repeats))
+def pauses(target: Synthetic, context: int) -> dict[str, float]:
+    """How long a running row waits for its next token while a prompt of `context` tokens is read.
+
+    Two long prompts are read; the first one is not counted, since kernels may compile and graphs be recorded in it.
+
+    Returns:
+        `longest_seconds` between two rounds of the row in that time; `round_seconds`, the median before.
+    """
+    vocab, (short,) = target.stack.vocab_size, random_prompts(target.stack.vocab_size, 1, SHORT_PROMPT, seed=6)
+    new_tokens = min(RUNNING_TOKENS, target.stack.context_limit - SHORT_PROMPT)
+    room = -(-(SHORT_PROMPT + new_tokens) // PAGE) * PAGE + (context // PAGE + 2) * PAGE
+    # Programs of one round: of longer ones, the row's tokens come together.
+    engine = Engine(target, policy="plain", max_batch_size=2, max_cached_tokens=room, page_size=PAGE, burst=0.0)
+    running = engine.submit(short, max_new_tokens=new_tokens)
+
+    def gaps(until: int | None) -> list[float]:
+        """Seconds between rounds of the running row, until a request ends, or for a few rounds."""
+        found, last = list[float](), perf_counter()
+        while True:
+            rows = [row for one in engine.step() for row in one.rows]
+            synchronize(target.stack.device)
+            if any(row.request_id == running for row in rows):
+                now = perf_counter()
+                found, last = [*found, now - last], now
+            if (until is None and len(found) > WARM_ROUNDS) or any(
+                row.request_id == until and row.completion is not None for row in rows
+            ):
+                return found
+
+    gaps(None)
+    for seed in (7, 8):
+        before = statistics.median(gaps(None))
+        (prompt,) = random_prompts(vocab, 1, context, seed)
+        longest = max(gaps(engine.submit(prompt, max_new_tokens=2)))
+    return {"longest_seconds": longest, "round_seconds": before}

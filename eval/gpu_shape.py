@@ -1,96 +1,43 @@
-"""Measure one synthetic target: methods, batch sizes and contexts, as far as time and memory allow."""
+"""Measure one synthetic target: its cells in order, as far as time and memory allow."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers.utils import logging
 
-from eval.config import check, check_least, option
-from eval.gpu_rates import PEERS, busy_rounds, device_speed, forward_seconds, peer_rate, rate_of, ready_engine
+from eval.gpu_clock import device_speed
+from eval.gpu_layers import Layers, measure_bodies, measure_compiled, views
+from eval.gpu_peers import folder_rate, peer_rate, read_peer
+from eval.gpu_plan import (
+    ATTENTION,
+    BUSY,
+    COMPILED_LAYERS,
+    COSTS,
+    DRAFT_TOKENS,
+    LAYERS,
+    PAUSE,
+    PEER,
+    PREFILL,
+    TRANSFORMERS,
+    Cell,
+    GpuConfig,
+    cells_of,
+)
+from eval.gpu_rates import busy_rounds, pauses, prefill_seconds, rate_of, ready_engine
 from eval.measurement import device
 from eval.synthetic import Synthetic, synthetic_target
+from selfspec.decoding.engine import Engine
+from selfspec.target import WHOLE_BURST
 
-OURS = ("plain", "fixed", "adaptive")
-DRAFT_TOKENS = 4  # of fixed settings and of transformers' early exit
-NUM_FIRST = 2  # batch sizes that are measured before all else
-FIGURES = ("busy", "forwards")  # other figures than the rates of cells
 OPENING = "opening"
+COMPILES = {"hf static": 1.0, PEER: 1.0, COMPILED_LAYERS: 0.5}  # expected seconds, by `compile_seconds`
+PROGRAMS = 12  # minimum of a measurement
 Save = Callable[[dict[str, Any]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class GpuConfig:
-    """The configuration of `python -m eval gpu`."""
-
-    shapes: tuple[str, ...] = option(("llama-3-8b", "llama-3.2-1b", "llama-2-7b"), "Shapes, or config.json files.")
-    minutes: float = option(9.5, "Time limit; figures without enough time are reported as not measured.")
-    batch_sizes: tuple[int, ...] = option(
-        (1, 32, 8, 128, 4, 64, 2, 16), "Rows decoded together, in order of importance."
-    )
-    peer_batch_sizes: tuple[int, ...] = option((1, 8, 32), "Batch sizes that also measure fixed and transformers.")
-    contexts: tuple[int, ...] = option((1024, 8192), "Cached tokens per row; the first with all batch sizes.")
-    dtype: str = option("bfloat16", "Number format of the weights.")
-    device: str = option("cuda", "Device; 'cpu' is for trying the command.")
-    new_tokens: int = option(768, "New tokens per row; a third of it in batches of more than eight rows.")
-    warm_seconds: float = option(0.6, "Seconds of decoding before the measurement.")
-    window_seconds: float = option(1.2, "Seconds of the measurement.")
-    forward_rows: int = option(32, "Rows of the measured forwards.")
-    compile_seconds: float = option(100.0, "Expected seconds to compile transformers' static cache.")
-
-    def __post_init__(self) -> None:
-        check_least(self, 1, "new_tokens", "forward_rows")
-        check_least(self, 0, "minutes", "warm_seconds", "window_seconds", "compile_seconds")
-        for name, least in (("batch_sizes", 1), ("contexts", 2)):
-            given = getattr(self, name)
-            check(bool(given) and min(given) >= least, name, f"numbers of at least {least}", list(given))
-        check(bool(self.shapes), "shapes", "at least one", [])
-        dtypes = ("bfloat16", "float16", "float32")
-        check(self.dtype in dtypes, "dtype", f"among {', '.join(dtypes)}", self.dtype)
-
-    def new_tokens_of(self, batch: int) -> int:
-        """New tokens per row; rounds of large batches take longer, so fewer are needed."""
-        return self.new_tokens if batch <= 8 else max(1, self.new_tokens // 3)
-
-
-class Cell(NamedTuple):
-    """One measured rate: tokens per second of a method at a batch size and context."""
-
-    context: int
-    batch: int
-    method: str
-
-    def __str__(self) -> str:
-        return f"{self.method}, batch {self.batch}, context {self.context}"
-
-
-def steps_of(config: GpuConfig) -> Iterator[Cell | str]:
-    """Cells and names of other figures, the most important first.
-
-    All methods at the first batch sizes come first, then busy time and forwards, then the other batch sizes and
-    contexts, and last the method that compiles.
-    """
-    first, *longer = dict.fromkeys(config.contexts)
-    batches = list(dict.fromkeys(config.batch_sizes))
-    for number, batch in enumerate(batches):
-        if number == NUM_FIRST:
-            yield from FIGURES
-        methods = (*OURS, "hf") if batch in config.peer_batch_sizes else ("plain", "adaptive")
-        yield from (Cell(first, batch, method) for method in methods)
-    if len(batches) <= NUM_FIRST:
-        yield from FIGURES
-    if 1 in batches:
-        yield Cell(first, 1, "hf early exit")
-    for context in longer:
-        few = [batch for batch in batches if batch in config.peer_batch_sizes]
-        yield from (Cell(context, batch, method) for batch in few for method in OURS)
-        yield Cell(context, 1, "hf")
-    yield Cell(first, 1, "hf static")
 
 
 def measure_shape(save: Save, name: str, config: GpuConfig, start: float, end: float, found: dict[str, Any]) -> None:
@@ -131,9 +78,9 @@ class _Shape:
             raise
         self.found |= {"target": target.about(), "sizes": sizes_of(target), "engine": target.engine}
         self.found |= {"device": device(self.device), "made_in": perf_counter() - begun}
-        for step in steps_of(self.config):
-            if str(step) not in self.found["tried"]:
-                self.step(target, step)
+        for cell in cells_of(self.config):
+            if str(cell) not in self.found["tried"]:
+                self.cell(target, cell)
 
     def trying(self, what: str) -> None:
         print(f"[{perf_counter() - self.start:5.0f} s] synthetic {self.name}: {what}", file=sys.stderr, flush=True)
@@ -144,97 +91,103 @@ class _Shape:
         self.found["not_measured"].append({"what": what, "why": why})
         self.save(self.found)
 
-    def step(self, target: Synthetic, step: Cell | str) -> None:
-        """Measure one figure, if there is time and memory. A failure is recorded, except for a lost context."""
-        kind = step.method if isinstance(step, Cell) else step
-        expected, left = self.expected(kind), self.end - perf_counter()
+    def cell(self, target: Synthetic, cell: Cell) -> None:
+        """Measure a cell, if there is time and memory. A failure is recorded, except for a lost context."""
+        expected, left = self.expected(cell), self.end - perf_counter()
         if left < expected:
-            return self.skip(str(step), f"about {expected:.0f} s needed, {max(0, left):.0f} s left")
-        if isinstance(step, Cell):
-            needed, free = needed_bytes(target, step, self.config.new_tokens_of(step.batch)), free_bytes(self.device)
-            if needed > free:
-                return self.skip(str(step), f"{needed / 2**30:.0f} GiB needed, {free / 2**30:.0f} GiB free")
-        self.found["tried"].append(str(step))
-        self.trying(str(step))
+            return self.skip(str(cell), f"no time: about {expected:.0f} s needed, {max(0, left):.0f} s left")
+        needed, free = needed_bytes(target, cell, self.config.new_tokens_of(cell.batch)), free_bytes(self.device)
+        if needed > free:
+            return self.skip(str(cell), f"{needed / 2**30:.0f} GiB needed, {free / 2**30:.0f} GiB free")
+        self.found["tried"].append(str(cell))
+        self.trying(str(cell))
         begun = perf_counter()
         try:
-            if isinstance(step, Cell):
-                self.rate(target, step)
-            else:
-                {"forwards": self.forwards, "busy": self.busy}[step](target)
+            self.found["cells"].append({**cell._asdict(), **self.measured(target, cell)})
         except Exception as problem:
             check_context(problem, self.device)
-            self.skip(str(step), one_line(problem))
+            self.skip(str(cell), one_line(problem))
         self.save(self.found)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.taken[kind] = max(perf_counter() - begun, 0.5 * self.taken.get(kind, 0.0))
+        self.taken[cell.kind] = max(perf_counter() - begun, 0.5 * self.taken.get(cell.kind, 0.0))
         return None
 
-    def expected(self, kind: str) -> float:
-        """Expected seconds of a figure: those of the last one of its kind, or of the longest figure so far."""
-        if kind == "hf static":
-            return self.config.compile_seconds
-        least = 2 * (self.config.warm_seconds + self.config.window_seconds)
-        return self.taken.get(kind, max(least, *self.taken.values(), 0.0))
+    def expected(self, cell: Cell) -> float:
+        """Expected seconds of a cell: those of the last one of its kind, or of the longest cell without a compiler."""
+        longest = 2 * (self.config.warm_seconds + self.config.window_seconds)
+        longest = max(longest, *(seconds for kind, seconds in self.taken.items() if kind not in COMPILES), 0.0)
+        return self.taken.get(cell.kind, self.config.compile_seconds * COMPILES.get(cell.kind, 0.0) or longest)
 
-    def rate(self, target: Synthetic, cell: Cell) -> None:
-        config = self.config
-        if cell.method in PEERS:
-            rate = peer_rate(target, cell.method, cell.batch, cell.context, config.window_seconds, DRAFT_TOKENS)
-        else:
-            settings, new_tokens = _settings(target, cell.method), config.new_tokens_of(cell.batch)
-            engine = ready_engine(target, cell.batch, cell.context, new_tokens, **settings)
-            rate = rate_of(engine, config.warm_seconds, config.window_seconds)
-            target.remember(engine)  # keeps what the policy has learned, as between calls of the library
-        self.found["cells"].append({**cell._asdict(), **rate.as_dict()})
+    def measured(self, target: Synthetic, cell: Cell) -> dict[str, Any]:
+        """The figures of a cell."""
+        config, (context, batch, _) = self.config, cell
+        if cell.kind == PREFILL:
+            return prefill_seconds(target, context)
+        if cell.kind == COSTS:
+            return predicted_seconds(target, batch, context)
+        if cell.kind == PAUSE:
+            return pauses(target, context)
+        if cell.kind == PEER:
+            peer = next(one for one in map(read_peer, config.peer) if one.name == cell.option)
+            left, new_tokens = self.end - perf_counter(), config.new_tokens_of(batch)
+            return folder_rate(peer, self.name, batch, context, new_tokens, config.dtype, config.device, left)
+        if cell.kind in TRANSFORMERS:
+            return peer_rate(target, cell.kind, batch, context, config.window_seconds, DRAFT_TOKENS).as_dict()
+        methods = {BUSY: cell.option, **dict.fromkeys((LAYERS, COMPILED_LAYERS, ATTENTION), "plain")}
+        method = methods.get(cell.kind, cell.method)
+        engine = self.engine(target, cell._replace(method=method))
+        if cell.kind == BUSY:
+            return busy_rounds(engine)
+        if cell.kind == LAYERS:
+            return measure_bodies(engine)
+        if cell.kind == COMPILED_LAYERS:
+            return measure_compiled(engine)
+        if cell.kind == ATTENTION:
+            with views(target.stack):  # a CPU's engine does not read static rows
+                return {"seconds": Layers(engine).attention_seconds()}
+        rate = rate_of(engine, config.warm_seconds, config.window_seconds)
+        target.remember(engine)  # keeps what the policy has learned, as between calls of the library
+        return rate.as_dict()
 
-    def forwards(self, target: Synthetic) -> None:
-        """Time forwards over one token per row, over four, and over ragged rows with a mean of four."""
-        rows, context = self.config.forward_rows, self.config.contexts[0]
-        engine = ready_engine(target, rows, context, self.config.new_tokens, policy="plain")
-        calls = {"one": [1] * rows, "even": [4] * rows, "ragged": ragged_lengths(rows)}
-        seconds = {name: forward_seconds(engine, lengths) for name, lengths in calls.items()}
-        self.found["forwards"] = {"rows": rows, "context": context, "seconds": seconds}
-
-    def busy(self, target: Synthetic) -> None:
-        """Measure the device's busy time per round."""
-        if self.device.type != "cuda":
-            raise ValueError("the busy time is measured only on a CUDA device")
-        self.found["busy"] = {}
-        for method in ("plain", "fixed"):
-            context, new_tokens = self.config.contexts[0], self.config.new_tokens
-            engine = ready_engine(target, 1, context, new_tokens, **_settings(target, method))
-            self.found["busy"][method] = busy_rounds(engine)
+    def engine(self, target: Synthetic, cell: Cell) -> Engine:
+        """An engine with a cell's rows."""
+        burst = min(WHOLE_BURST, self.config.window_seconds / PROGRAMS)
+        options: dict[str, Any] = {"policy": cell.kind, "burst": burst}
+        if cell.kind == "fixed":
+            options |= {"exit_layer": target.made.exit_layer, "num_draft_tokens": _draft_tokens(cell)}
+        if cell.kind == "plain, exact":
+            options |= {"policy": "plain", "exact": True}
+        return ready_engine(target, cell.batch, cell.context, self.config.new_tokens_of(cell.batch), **options)
 
 
-def _settings(target: Synthetic, policy: str) -> dict[str, Any]:
-    """The engine's options of a policy."""
-    fixed = {"exit_layer": target.made.exit_layer, "num_draft_tokens": DRAFT_TOKENS}
-    return {"policy": policy, **(fixed if policy == "fixed" else {})}
+def _draft_tokens(cell: Cell) -> int:
+    return int(cell.option) if cell.option else DRAFT_TOKENS
 
 
-def ragged_lengths(rows: int) -> list[int]:
-    """Between 1 and 7 tokens per row, with a mean of 4."""
-    pairs = [length for i in range(rows // 2) for length in (1 + i % 4, 7 - i % 4)]
-    return pairs + [4] * (rows % 2)
+def predicted_seconds(target: Synthetic, batch: int, context: int) -> dict[str, float]:
+    """Seconds of rounds of plain and fixed, by the cost table that `adaptive` decides with."""
+    costs, exit_layer = target.costs(batch), target.made.exit_layer
+    fixed = costs.round(exit_layer, (DRAFT_TOKENS,) * batch, context)
+    return {"plain": costs.plain_round(batch, context), "fixed": fixed}
 
 
 def sizes_of(target: Synthetic) -> dict[str, float]:
-    """Bytes of all weights, of those read per token, and of the KV cache per token."""
+    """Bytes of all weights, of those read per token, of the head among these, and of the KV cache per token."""
     model, config = target.stack.model, target.stack.config.get_text_config()
     own = sum(p.nbytes for p in model.parameters())
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     kv = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers * embedding.element_size()
     unread = 0 if head is embedding else embedding.nbytes  # only one row of an embedding is read
-    return {"weight_bytes": own, "read_bytes": own - unread, "kv_bytes_per_token": kv}
+    return {"weight_bytes": own, "read_bytes": own - unread, "head_bytes": head.nbytes, "kv_bytes_per_token": kv}
 
 
 def needed_bytes(target: Synthetic, cell: Cell, new_tokens: int) -> float:
     """Estimated bytes of a cell's KV cache and activations."""
-    copies = 1.1 if cell.method in OURS else 2.2  # transformers grows its cache by copying
+    is_theirs = cell.kind in (*TRANSFORMERS, PREFILL)
+    copies = 2.2 if is_theirs else 1.1  # transformers grows its cache by copying
     tokens = cell.batch * (cell.context + new_tokens)
-    return copies * tokens * sizes_of(target)["kv_bytes_per_token"] + 2**30 * (cell.method in PEERS)
+    return copies * tokens * sizes_of(target)["kv_bytes_per_token"] + 2**30 * is_theirs
 
 
 def free_bytes(device: torch.device) -> float:

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import transformers
-from scipy.stats import quantile_test
 
 import selfspec
 from selfspec.target import Target
@@ -78,6 +77,8 @@ class Spread(NamedTuple):
 
 def spread(values: Iterable[float]) -> Spread:
     """The spread of at least one value. The interval is exact for any distribution: a binomial test on ranks."""
+    from scipy.stats import quantile_test  # not on every machine that measures a device
+
     ordered = sorted(values)
     low, high = ordered[0], ordered[-1]
     interval = quantile_test(ordered, p=0.5).confidence_interval(0.95)

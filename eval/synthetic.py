@@ -49,6 +49,11 @@ def _sizes(layers: int, hidden: int, inner: int, heads: int) -> dict[str, int]:
 # Shapes by name: model family and configuration, as in the published `config.json` files.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny": ("llama", {**_sizes(8, 64, 160, 4), "num_key_value_heads": 2, "vocab_size": 1024}),
+    "smollm2-135m": (
+        "llama",
+        {**_sizes(30, 576, 1536, 9), "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True}
+        | {"max_position_embeddings": 8192, "rms_norm_eps": 1e-5, **_rope(100000.0)},
+    ),
     "llama-3.2-1b": (
         "llama",
         {**LLAMA_3, **_sizes(16, 2048, 8192, 32)}

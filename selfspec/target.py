@@ -38,7 +38,7 @@ from selfspec.remembered import Remembered, Way, way_of
 _log = logging.getLogger("selfspec")
 
 
-MADE_FROM = ("model", "tokenizer", "_check", "_exit_heads", "_engine", "_attention", "_graphs")  # a target is
+MADE_FROM = ("model", "tokenizer", "_check", "_exit_heads", "_engine", "_attention", "_graphs", "_owned")  # a target is
 WHOLE_BURST = 0.25  # seconds: nobody sees rounds one by one, and an interrupt need not wait for long
 
 
@@ -61,6 +61,8 @@ class Target:
             in float32 beside), or "auto": compiled where it serves the model and fits half of the free memory.
         file: what the model's GGUF file holds of its weights. The compiled engine packs that; the float32 weights are
             then only in memory where something else reads them.
+        owned: whether selfspec loaded the model itself, so that weights may be moved in memory: on CUDA, those that are
+            multiplied with the same input are put one after the other. Their numbers stay.
 
     Raises:
         UnsupportedModelError: the model cannot be split, with the reason.
@@ -80,8 +82,9 @@ class Target:
         attention: str = "auto",
         graphs: bool = True,
         file: FileWeights | None = None,
+        owned: bool = False,
     ) -> None:
-        self.model, self.tokenizer, self._check = model, tokenizer, check
+        self.model, self.tokenizer, self._check, self._owned = model, tokenizer, check, owned
         self._attention, self._graphs, self._file = attention, graphs, file
         self._engine = check_engine(engine)
         if not check and engine not in ("auto", "views"):
@@ -126,7 +129,7 @@ class Target:
         """Largest logit difference between split and whole model, in standard deviations of the logits."""
         self._stored = Stored(self.stack.model)
         if self._graphs:
-            install(self.stack)
+            install(self.stack, owned=self._owned)
         self.exit_heads = self._exit_heads
         self._exact: ExactStack | None = None
         if self._file is not None and self.engine == "compiled":

@@ -13,6 +13,7 @@ from selfspec.control.plan import Plan, Policy
 from selfspec.control.rows import RoundOutcome, RowOutcome, StageSeconds
 from selfspec.decoding.checked import CheckedPolicy
 from selfspec.decoding.policy_choice import Decodable, policy_for
+from selfspec.decoding.prompt_chunks import PromptChunks
 from selfspec.decoding.request import Completion, Request
 from selfspec.decoding.results import Round, RowResult
 from selfspec.decoding.row import Row
@@ -62,7 +63,8 @@ class Engine:
             takes pages for its prompt and all it may emit when it joins, so that it can never run out half-way.
         page_size: tokens a page holds; default: a row's equal share on CPU (its keys are then one contiguous view), 64
             on CUDA, or what the attention backend asks for.
-        prefill_chunk: most prompt tokens read per step, so that long prompts do not hold up running rows.
+        prefill_chunk: most prompt tokens read per step, so that long prompts do not hold up running rows. On CUDA, they
+            are also at most as many as take a thirtieth of a second while other rows decode.
         learn: a `selfspec.learn.Learner` of this target, which improves its exit heads between rounds.
         datastore: an open `selfspec.drafting.datastore.Datastore` of the target's tokenizer: where `adaptive` drafts by
             lookup, texts of the corpus continue a row, too.
@@ -133,6 +135,8 @@ class Engine:
         if datastore is not None:
             datastore.check_fits(self.stack.vocab_size)
         self.max_batch_size, self.prefill_chunk = max_batch_size, prefill_chunk
+        self.chunks = PromptChunks(prefill_chunk, DEADLINE if self.stack.device.type == "cuda" else None)
+        """How many of the prompts' tokens are read between two programs."""
         self.cache = self.stack.new_cache(max_cached_tokens // page_size, page_size)
         self.rows: list[Row] = []
         self._picker = Picker(self.stack)
@@ -191,9 +195,10 @@ class Engine:
             self._drop_cancelled()
         with torch.inference_mode():
             self._admit()
-            self._executors[-1].prefill(self.rows, self.prefill_chunk, self.policy)
+            if any(not row.is_read for row in self.rows):
+                self.chunks.measured(self._read_prompts)
         clock.lap("prefill")
-        ready = [row for row in self.rows if row.num_cached == len(row.content) - 1]
+        ready = [row for row in self.rows if row.is_read]
         if ready:
             self._run(ready, clock)
         elif self._results or not self._rounds:
@@ -300,6 +305,14 @@ class Engine:
             self.rows.append(row)
             self.frequencies.add(row.request.prompt[row.num_cached :])
             self.stack.refresh()  # a row is decoded by the weights as they are when it joins
+
+    def _read_prompts(self) -> int:
+        """Read a chunk of the prompts; returns the number of its tokens."""
+        before = sum([row.num_cached for row in self.rows])
+        are_waiting = any(row.is_read for row in self.rows)  # for their next round
+        most = self.stack.agreed(self.chunks.size()) if are_waiting else self.prefill_chunk
+        self._executors[-1].prefill(self.rows, most, self.policy)
+        return sum([row.num_cached for row in self.rows]) - before
 
     def _part(self, plan: Plan, rows: Sequence[Row]) -> Part | None:
         """The part of the vocabulary that layers draft over; None: all of it, or no layer drafts."""

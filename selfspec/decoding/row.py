@@ -55,6 +55,11 @@ class Row:
         return self.limit - len(self.content)
 
     @property
+    def is_read(self) -> bool:
+        """Whether its next round may begin: all of its content but the last token has keys and values."""
+        return self.num_cached == len(self.content) - 1
+
+    @property
     def has_ended(self) -> bool:
         return self.finish_reason is not None
 

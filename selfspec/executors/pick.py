@@ -26,6 +26,7 @@ from selfspec.errors import got, is_number, whole
 from selfspec.kernels.gumbel import NoiseAhead, gumbel
 from selfspec.kernels.layout import SamplingTensors
 from selfspec.kernels.suite import pick_for
+from selfspec.model.kv_cache import tensor_of
 
 LEAST_TEMPERATURE = 1e-6
 MAX_NGRAM = 1 << 16
@@ -171,7 +172,7 @@ def scored(
     out = torch.empty_like(logits)
     for kind in kinds:
         members = [i for i, s in enumerate(samplings) if s.filters == kind]
-        index = torch.tensor(members, device=logits.device)
+        index = tensor_of(members, logits.device)
         some = [samplings[i] for i in members]
         out[index] = _scored_alike(logits[index], some, positions[index], noise, subset)
     return out
@@ -192,7 +193,7 @@ def _scored_alike(
         whole = noise(seeds, positions, vocab_size)
         return scores + (whole if subset is None else whole[:, subset.tokens])
     tokens = None if subset is None else subset.tokens.expand(len(logits), -1)
-    return scores + gumbel(torch.tensor(seeds, device=logits.device), positions, vocab_size, tokens)
+    return scores + gumbel(tensor_of(seeds, logits.device), positions, vocab_size, tokens)
 
 
 def pick(

@@ -10,9 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from selfspec.kernels.layout import MOST_NODES, Layout, SamplingTensors
+from selfspec.kernels.layout import CONTENT, LAST, MOST_NODES, ROOM, Layout, Norm, SamplingTensors
 
 INT32, INT64, FLOAT32 = torch.int32, torch.int64, torch.float32
+LAYER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of fused layers, which compute in float32
+GATES = ("silu", "gelu_tanh")  # activations of gated MLPs
 
 
 class Requirements:
@@ -62,7 +64,9 @@ def check_scatter(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slot
     require.dense("slots", slots, INT64, key.shape[0])
 
 
-def check_attend(queries: Tensor, keys: Tensor, values: Tensor, layout: Layout, sinks: Tensor | None) -> None:
+def check_attend(
+    queries: Tensor, keys: Tensor, values: Tensor, layout: Layout, sinks: Tensor | None, split: int | None = None
+) -> None:
     """Raise ValueError for arguments that `paged_attention.attend` does not accept."""
     require = Requirements("attend", queries.device)
     require.holds("queries", "[N, heads, head_dim]", list(queries.shape), queries.dim() == 3)
@@ -83,6 +87,7 @@ def check_attend(queries: Tensor, keys: Tensor, values: Tensor, layout: Layout, 
         require.dense("trees.roots", layout.trees.roots, INT32, slots)
         require.dense("trees.positions", layout.trees.positions, INT32, slots, MOST_NODES)
         require.dense("trees.ancestors", layout.trees.ancestors, INT64, count)
+    require.holds("split", "a positive multiple of 64 or None", split, split is None or (split > 0 and split % 64 == 0))
     if sinks is not None:
         require.holds("sinks", "floating-point", _short(sinks.dtype), sinks.is_floating_point())
         require.dense("sinks", sinks, sinks.dtype, heads)
@@ -127,6 +132,78 @@ def check_accept(
     if sums is not None:
         require.holds("sums", f"[2, at least {most_new}]", list(sums.shape), sums.dim() == 2)
         require.lines("sums", sums, INT64, 2, max(most_new, sums.shape[1]))
+
+
+def check_advance(state: Tensor, num_kept: Tensor, ended: Tensor, last: Tensor) -> None:
+    """Raise ValueError for arguments that `fused_advance.advance` does not accept."""
+    require, least = Requirements("advance", state.device), 1 + max(LAST, CONTENT, ROOM)
+    is_wide = state.dim() == 2 and state.shape[1] >= least
+    require.holds("state", f"[S, at least {least}]", list(state.shape), is_wide)
+    require.lines("state", state, INT64, *state.shape)
+    for name, tensor, dtype in (("num_kept", num_kept, INT32), ("ended", ended, INT32), ("last", last, INT64)):
+        require.dense(name, tensor, dtype, state.shape[0])
+
+
+def check_add_norm(hidden: Tensor, branch: Tensor | None, norm: Norm | None, post: Norm | None) -> None:
+    """Raise ValueError for arguments that `fused_norm.add_norm` does not accept."""
+    require = Requirements("add_norm", hidden.device)
+    require.holds("hidden", "[N, size]", list(hidden.shape), hidden.dim() == 2)
+    _check_layer_dtype(require, "hidden", hidden)
+    require.dense("hidden", hidden, hidden.dtype, *hidden.shape)
+    if branch is not None:
+        require.dense("branch", branch, hidden.dtype, *hidden.shape)
+    for name, one in (("norm", norm), ("post", post)):
+        if one is not None:
+            require.dense(f"{name}.weight", one.weight, hidden.dtype, hidden.shape[1])
+
+
+def check_rotate(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Norm | None,
+    k_norm: Norm | None,
+) -> None:
+    """Raise ValueError for arguments that `fused_rotary.rotate` does not accept."""
+    require = Requirements("rotate", qkv.device)
+    require.holds("qkv", "[N, (heads + 2 * kv_heads) * head_dim]", list(qkv.shape), qkv.dim() == 2)
+    require.holds("keys", "[pages, page_size, kv_heads, head_dim]", list(keys.shape), keys.dim() == 4)
+    _check_layer_dtype(require, "qkv", qkv)
+    (count, width), (kv_heads, dim) = qkv.shape, keys.shape[2:]
+    whole = dim % 2 == 0 and width % dim == 0 and width // dim > 2 * kv_heads
+    require.holds("qkv", f"[N, (heads + {2 * kv_heads}) * {dim}] with an even head_dim", list(qkv.shape), whole)
+    require.lines("qkv", qkv, qkv.dtype, count, width)
+    require.dense("keys", keys, qkv.dtype, *keys.shape)
+    require.dense("values", values, qkv.dtype, *keys.shape)
+    require.dense("slots", slots, INT64, count)
+    require.dense("positions", positions, INT64, count)
+    require.holds("cos", "[positions, head_dim / 2]", list(cos.shape), cos.dim() == 2)
+    require.dense("cos", cos, qkv.dtype, cos.shape[0], dim // 2)
+    require.dense("sin", sin, qkv.dtype, cos.shape[0], dim // 2)
+    alike = (q_norm and q_norm[1:]) == (k_norm and k_norm[1:])
+    require.holds("q_norm and k_norm", "both given, with equal eps and offset, or None", (q_norm, k_norm), alike)
+    for name, one in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if one is not None:
+            require.dense(f"{name}.weight", one.weight, qkv.dtype, dim)
+
+
+def check_gate(gate_up: Tensor, activation: str) -> None:
+    """Raise ValueError for arguments that `fused_gate.gate` does not accept."""
+    require = Requirements("gate", gate_up.device)
+    whole = gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0
+    require.holds("gate_up", "[N, 2 * inner]", list(gate_up.shape), whole)
+    _check_layer_dtype(require, "gate_up", gate_up)
+    require.lines("gate_up", gate_up, gate_up.dtype, *gate_up.shape)
+    require.holds("activation", f"one of {', '.join(GATES)}", activation, activation in GATES)
+
+
+def _check_layer_dtype(require: Requirements, name: str, tensor: Tensor) -> None:
+    allowed = ", ".join(map(_short, LAYER_DTYPES))
+    require.holds(f"{name}'s dtype", f"one of {allowed}", _short(tensor.dtype), tensor.dtype in LAYER_DTYPES)
 
 
 def _short(dtype: torch.dtype) -> str:

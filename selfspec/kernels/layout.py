@@ -1,10 +1,18 @@
-"""`Layout`: the description of a packed call in tensors, which recorded graphs can read."""
+"""`Layout`: the description of a packed call in tensors, which recorded graphs can read; and a norm's numbers."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from torch import Tensor
+
+
+class Norm(NamedTuple):
+    """An RMS norm. It multiplies by `weight + offset`."""
+
+    weight: Tensor
+    eps: float
+    offset: float = 0.0  # 1 in Gemma
 
 
 class Layout(NamedTuple):
@@ -65,3 +73,5 @@ class Accepted(NamedTuple):
 
 
 ENDED_BY_EOS, ENDED_BY_LENGTH = 1, 2
+
+LAST, CONTENT, ROOM = range(3)  # columns of the rows that `advance` updates

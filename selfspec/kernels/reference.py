@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from selfspec.kernels.checks import check_accept, check_attend, check_pick, check_scatter
+from selfspec.kernels.checks import check_accept, check_advance, check_attend, check_pick, check_scatter
 from selfspec.kernels.gumbel import gumbel
-from selfspec.kernels.layout import MOST_NODES, Accepted, Layout, SamplingTensors
+from selfspec.kernels.layout import CONTENT, LAST, MOST_NODES, ROOM, Accepted, Layout, SamplingTensors
 
 
 def scatter(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -36,9 +36,10 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     tile_rows: int | None = None,
+    split: int | None = None,
 ) -> Tensor:
-    """The reference of `selfspec.kernels.paged_attention.attend`."""
-    check_attend(queries, keys, values, layout, sinks)
+    """The reference of `selfspec.kernels.paged_attention.attend`; neither tiles nor splits matter to it."""
+    check_attend(queries, keys, values, layout, sinks, split)
     count, heads, dim = queries.shape
     share = heads // keys.shape[2]
     own = layout.rows.clamp(min=0).long()  # [N]
@@ -152,3 +153,12 @@ def accept(
     record = torch.cat([drafted, accepted, kept, guess, own], 1)
     accepted, kept, ended = (one[:, 0].int() for one in (accepted, kept, ended))
     return Accepted(accepted, kept, ended, last, record)
+
+
+def advance(state: Tensor, num_kept: Tensor, ended: Tensor, last: Tensor) -> None:
+    """The reference of `selfspec.kernels.fused_advance.advance`."""
+    check_advance(state, num_kept, ended, last)
+    goes_on = ended == 0
+    state[:, LAST] = last
+    state[:, CONTENT] = (state[:, CONTENT] + num_kept) * goes_on
+    state[:, ROOM] = (state[:, ROOM] - num_kept) * goes_on

@@ -1,4 +1,4 @@
-"""`Kernels`: the four kernels together, by Triton or as reference implementations."""
+"""`Kernels`: the kernels of recordings together, by Triton or as reference implementations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec.kernels import reference
+from selfspec.kernels import layer_reference, reference
 from selfspec.kernels.layout import Accepted, SamplingTensors
 
 _log = logging.getLogger("selfspec")
@@ -19,16 +19,26 @@ Pick = Callable[[Tensor, SamplingTensors], tuple[Tensor, Tensor]]
 
 
 class Kernels(NamedTuple):
-    """The kernels of recorded rounds. The Triton functions of the same names document arguments and results."""
+    """The kernels of recorded rounds. The Triton functions of the same names document arguments and results.
+
+    `add_norm`, `rotate` and `gate` are those of fused layers, see `selfspec.executors.cuda.fused_body`.
+    """
 
     name: str
     scatter: Callable[..., None]
     attend: Callable[..., Tensor]
     pick: Pick
     accept: Callable[..., Accepted]
+    advance: Callable[..., None]
+    add_norm: Callable[..., tuple[Tensor, Tensor | None]]
+    rotate: Callable[..., Tensor]
+    gate: Callable[[Tensor, str], Tensor]
 
 
-REFERENCE = Kernels("reference", reference.scatter, reference.attend, reference.pick, reference.accept)
+REFERENCE = Kernels(
+    "reference", reference.scatter, reference.attend, reference.pick, reference.accept, reference.advance,
+    layer_reference.add_norm, layer_reference.rotate, layer_reference.gate,
+)  # fmt: skip
 
 
 @cache
@@ -64,8 +74,12 @@ def triton_kernels() -> Kernels:
         ImportError: Triton is not installed.
     """
     from selfspec.kernels.fused_accept import accept
+    from selfspec.kernels.fused_advance import advance
+    from selfspec.kernels.fused_gate import gate
+    from selfspec.kernels.fused_norm import add_norm
     from selfspec.kernels.fused_pick import pick
+    from selfspec.kernels.fused_rotary import rotate
     from selfspec.kernels.kv_scatter import scatter
     from selfspec.kernels.paged_attention import attend
 
-    return Kernels("triton", scatter, attend, pick, accept)
+    return Kernels("triton", scatter, attend, pick, accept, advance, add_norm, rotate, gate)

@@ -21,8 +21,12 @@ from selfspec.kernels.room import LargePageAllocator
 
 
 def tensor_of(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """A list as an int64 tensor `[N]`, by numpy, which reads lists several times as fast as torch."""
-    return torch.as_tensor(np.array(numbers, np.int64), device=device)
+    """A list as an int64 tensor `[N]`, by numpy, which reads lists several times as fast as torch.
+
+    On CUDA it is copied from pinned memory, so that the host does not wait for what the device runs.
+    """
+    made = torch.from_numpy(np.array(numbers, np.int64))
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 
 class Tree(NamedTuple):
@@ -138,8 +142,11 @@ class PagedCache:
             index, end = index[: self.pages_for(written)], min(end, written)
         if self._store._pool is not None:
             self._store._pool[:, :, index[0] if len(index) == 1 else index, :end] = 0  # a slice takes half as long
+        on_device: Tensor | None = None
         for storage in self._store._others:
-            storage[index, :end] = 0
+            if on_device is None:
+                on_device = tensor_of(index, storage.device)
+            storage[on_device, :end] = 0
         for page in pages:
             assert page not in self._free, f"page {page} was released twice"
         self._free = sorted([*self._free, *pages])  # one assignment, safe against interrupts; a sorted list is a heap
@@ -190,13 +197,13 @@ class PagedCache:
     def move(self, pages: Sequence[int], slots: Sequence[int], to: Sequence[int]) -> None:
         """Copy a row's keys and values from `slots` to the slots `to`, in every layer; the two may overlap."""
         size = self.page_size
-        source, target = (torch.tensor([pages[p // size] * size + p % size for p in places]) for places in (slots, to))
+        source, target = ([pages[p // size] * size + p % size for p in places] for places in (slots, to))
         if self._store._pool is not None:
             pool = self._store._pool.flatten(2, 3)
             pool[:, :, target] = pool[:, :, source]
         for other in self._store._others:
             storage = other.flatten(0, 1)
-            storage[target.to(storage.device)] = storage[source.to(storage.device)]
+            storage[tensor_of(target, storage.device)] = storage[tensor_of(source, storage.device)]
 
     def read(self, layer_idx: int, pages: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
         """Keys and values `[length, kv_heads, head_dim]` of one row, for audits and tests."""
@@ -210,11 +217,15 @@ class PackedRows:
     The model's forward receives it as `past_key_values` (and calls `update`) and as the keyword `packed`.
     """
 
+    is_static = False  # whether the call is described in tensors alone, so that its operations can be recorded
+
     def __init__(self, cache: PagedCache, spans: Sequence[Span], device: torch.device | str = "cpu") -> None:
         self.cache, self.spans, self.device = cache, tuple(spans), torch.device(device)
         self._num_tokens = spans[0].length if len(spans) == 1 else sum([span.length for span in spans])
         self.plans: dict[Any, Any] = {}  # values that an attention backend computes once per call, for all layers
         self.attend: Any = None  # the attention function, set by the stack; None: `attention.attend_rows`
+        self.new: tuple[Tensor, Tensor] | None = None
+        """The keys and values of the new tokens, `[kv_heads, N, head_dim]`, while a layer's attention runs."""
         self._positions: Tensor | None = None
 
     @property

@@ -57,6 +57,14 @@ def test_wrong_acceptance_of_right_picks_is_found():
     assert "two sampled rows" in round_problem(target.stack, target.stack.runner)
 
 
+def test_rows_that_a_device_advances_wrongly_are_found():
+    def advance(state, num_kept, *more):
+        REFERENCE.advance(state, num_kept - (num_kept > 0).int(), *more)
+
+    target = with_runner(Target(build("llama"), engine="views"), kernels=REFERENCE._replace(advance=advance))
+    assert "a second round of two sampled rows" in round_problem(target.stack, target.stack.runner)
+
+
 class Forgetful(Tape):
     """Its recordings are right once; after that, what they read belongs to others."""
 

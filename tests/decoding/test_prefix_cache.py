@@ -12,12 +12,12 @@ from selfspec.decoding.engine import Engine
 from selfspec.decoding.request import Request
 from selfspec.executors.pick import Sampling
 from selfspec.target import Target
-from tests.executors.engines import EXECUTORS, Programs, alone, engine_of
+from tests.executors.engines import EXECUTORS, RECORDED, Programs, alone, engine_of
 from tests.helpers import audit_cache, make_prompts
 from tests.models import build
 from tests.slow import slow
 
-executors = pytest.mark.parametrize("kind", [slow(kind) if kind == "cuda" else kind for kind in EXECUTORS])
+executors = pytest.mark.parametrize("kind", [slow(kind) if kind in RECORDED else kind for kind in EXECUTORS])
 
 
 PENALTIES = (

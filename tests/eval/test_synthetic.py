@@ -12,6 +12,7 @@ from eval.models import decode
 from eval.synthetic import SHAPES, config_of, random_model, random_prompts, synthetic_target
 
 NUM_PARAMETERS = {  # as their model cards have it, in millions
+    "smollm2-135m": 135,
     "llama-3.2-1b": 1236,
     "llama-2-7b": 6738,
     "llama-3-8b": 8030,
@@ -113,7 +114,7 @@ def test_overrides_reach_the_configuration():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"shape": "llama-9"}, "shape must be one of tiny, llama-3.2-1b"),
+        ({"shape": "llama-9"}, "shape must be one of tiny, smollm2-135m"),
         ({"exit_layer": 8}, r"exit_layer must lie in 1\.\.7 for this shape, got 8"),
         ({"acceptance": 1.2}, r"acceptance must lie in 0\.05\.\.1, or be None to leave it as it is, got 1\.2"),
     ],

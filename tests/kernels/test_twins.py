@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from selfspec.kernels import fused_accept, fused_pick, paged_attention, reference
+from selfspec.kernels import fused_accept, fused_advance, fused_pick, paged_attention, reference
 from tests.kernels import twins
 
 
@@ -17,7 +17,8 @@ def small_cases():
 
 def test_every_kernel_agrees_with_its_twin():
     cases = small_cases()
-    assert {case.kernel for case in cases} == {"scatter", "attend", "pick", "accept"}
+    names = {"scatter", "attend", "pick", "accept", "advance", "rotate", "add_norm", "gate"}
+    assert {case.kernel for case in cases} == names
     assert [case for case in cases if not case.agrees] == []
 
 
@@ -34,4 +35,8 @@ def test_a_broken_kernel_is_found(monkeypatch):
     monkeypatch.setattr(
         fused_accept, "accept", lambda *given: reference.accept(*given[:4], torch.ones_like(given[4]), *given[5:])
     )
-    assert {case.kernel for case in small_cases() if not case.agrees} == {"attend", "pick", "accept"}
+    monkeypatch.setattr(
+        fused_advance, "advance", lambda rows, kept, ended, last: reference.advance(rows, kept, 0 * ended, last)
+    )
+    found = {case.kernel for case in small_cases() if not case.agrees}
+    assert found == {"attend", "pick", "accept", "advance"}

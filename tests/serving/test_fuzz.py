@@ -30,5 +30,6 @@ def test_nothing_that_the_document_allows_or_forbids_is_an_error_of_the_server()
                     assert answers[-1] < 500, case.as_curl_command()
 
                 check()
-        assert len(answers) > 200 and served.metric("selfspec_request_errors_total", status="500") == 0
+        assert len(answers) > 200 and {200, 400} <= set(answers)
+        assert served.metric("selfspec_request_errors_total", status="500") == 0
         assert served.http.get("/health").status_code == 200

@@ -31,6 +31,7 @@ def test_without_the_extra_a_sentence_says_what_to_install(run, monkeypatch):
     assert_refused(run("serve", "demo"), 1, "no_such_package", "pip install 'selfspec[serve]'")
 
 
+@pytest.mark.slow
 def test_selfspec_imports_without_the_servers_packages():
     code = (
         "import sys\n"

@@ -24,14 +24,16 @@ from selfspec.executors.cpu.packed import Packed, fits_half, pack_layer
 from selfspec.executors.cpu.rotary import RotaryTables
 from selfspec.executors.cpu.spare import BufferPool
 from selfspec.kernels import compiled_call as c
+from selfspec.kernels.layout import Norm
 from selfspec.kernels.room import LargePageAllocator
 from selfspec.model.draft_vocabulary import Subset
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
-from selfspec.model.llama_weights import Linear, LlamaWeights, Norm
+from selfspec.model.llama_weights import Layer, Linear, LlamaWeights
 
 FEW = 12  # calls of at most so many tokens are bound by reading weights
 CHECKSUM_BYTES = 1 << 20  # bytes of weights per checksum
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 class CompiledBody:
@@ -88,6 +90,16 @@ class CompiledBody:
         """Maximum threads for calls of at most `FEW` tokens. None: all of torch's threads."""
         self.exit_heads = PackedExitHeads()
         """Trained heads of exit layers, packed."""
+
+    @staticmethod
+    def serves(weights: LlamaWeights) -> bool:
+        """Whether the compiled layers support a model: on CPU, in float32 or bfloat16, with layers of equal numbers."""
+        first, like = weights.layers[0], weights.embedding
+        is_alike = all(x.scale == first.scale and _eps_of(x) == _eps_of(first) for x in weights.layers)
+        # The compiled layers have one number for the norms before and after a sublayer, and one for queries and keys.
+        norm, mlp, q, k, post, post_mlp = _eps_of(first)
+        is_paired = post in (None, norm) and post_mlp in (None, mlp) and q == k and weights.norm.eps == norm
+        return is_alike and is_paired and like.device.type == "cpu" and like.dtype in DTYPES
 
     @staticmethod
     def bytes_of(weights: LlamaWeights) -> int:
@@ -335,6 +347,10 @@ class CompiledBody:
         if count not in known:
             known[count] = self.rounded.structs(layers, count)
         return model, known[count]
+
+
+def _eps_of(layer: Layer) -> list[float | None]:
+    return [norm and norm.eps for norm in layer.norms]
 
 
 def _split_trees(spans: Sequence[Span]) -> tuple[Sequence[Span], tuple[Any, ...]]:

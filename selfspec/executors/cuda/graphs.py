@@ -56,6 +56,11 @@ class Graphs:
         """Bytes of device memory of all recordings and their inputs."""
         return sum(one.num_bytes for one in self._kept.values())
 
+    @property
+    def latest(self) -> Recorded[Any] | None:
+        """The recording that was used last; None if there is none."""
+        return next(reversed(self._kept.values()), None)
+
     def get(self, key: Hashable) -> Recorded[Any] | None:
         """The recording of a key; None if there is none."""
         found = self._kept.get(key)

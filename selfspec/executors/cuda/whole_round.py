@@ -38,10 +38,14 @@ class WholeRound:
         self._edges = edges.to(device)
 
     def __call__(self) -> tuple[Tensor, ...]:
-        """Run a round. Returns the record, int64 `[slots, fields]`: `Accepted.record`, then the bits of confidences."""
+        """Run a round, and turn the inputs into those of the next round.
+
+        Returns the record, int64 `[slots, fields]`: `Accepted.record`, then the bits of confidences.
+        """
         key = self.key
         fields = dict(zip(FIELDS, self.inputs.rows.unbind(1), strict=False))
         fields |= {name: fields[name].int().view(torch.float32) for name in ("temperature", "top_p", "min_p")}
+        fields["drafts"] = torch.minimum(fields["drafts"], fields["room"] - 1)
         live = fields["content"] > 0
         sure = torch.zeros((key.slots, key.width - 1), dtype=torch.float32, device=live.device)
         if key.exit_layer:
@@ -59,6 +63,7 @@ class WholeRound:
         done = self.kernels.accept(
             fed.flatten(), picks, rows.layout.starts, rows.layout.counts, fields["room"].int(), eos, key.width
         )
+        self.kernels.advance(self.inputs.rows, done.num_kept, done.ended, done.last)
         return (torch.cat((done.record, sure.view(torch.int32).long()), 1),)
 
     def _draft(self, fields: dict[str, Tensor], live: Tensor, sure: Tensor) -> tuple[Tensor, Tensor, Tensor]:
