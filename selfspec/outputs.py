@@ -35,6 +35,7 @@ class CompletionOutput:
         logprobs: per new token, by token id: the token itself and the likeliest; None where nobody asked.
         cumulative_logprob: the sum over the new tokens.
         stats: what was drafted and accepted, once it has ended.
+        num_cached_tokens: tokens of the prompt that were in the cache before it was read, once it has ended.
     """
 
     index: int
@@ -45,17 +46,24 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     stats: SpecStats | None = None
+    num_cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What a request came to (`LLM.generate`), or what a step added to it (`LLM.stream`, `LLMEngine.step`)."""
+    """What a request came to (`LLM.generate`), or what a step added to it (`LLM.stream`, `LLMEngine.step`).
+
+    Attributes:
+        prompt_logprobs: per prompt token as `CompletionOutput.logprobs`, None for the first one; once output 0 has
+            ended, and where asked.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 @dataclass(slots=True)
@@ -67,11 +75,13 @@ class Asked:
     prompt_token_ids: list[int]
     n: int
     ended: dict[int, CompletionOutput] = field(default_factory=dict)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     def output(self, outputs: list[CompletionOutput]) -> RequestOutput:
         """A `RequestOutput` of the request that holds `outputs`."""
         is_finished = len(self.ended) == self.n
-        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, is_finished)
+        told = self.prompt_logprobs
+        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, is_finished, told)
 
 
 class Outputs:
@@ -94,6 +104,7 @@ class Outputs:
         for row in round_.rows:
             if row.completion is not None and row.request_id in self._rows:
                 asked, index = self._rows.pop(row.request_id)
+                self._score(asked, row.completion)
                 asked.ended[index] = self._whole(row.completion, index)
 
     def deltas(self, rounds: Iterable[Round]) -> Iterator[RequestOutput]:
@@ -110,15 +121,27 @@ class Outputs:
         output = replace(output, cumulative_logprob=_sum(row.tokens, logprobs))
         if (done := row.completion) is not None:
             del self._rows[row.request_id]
+            self._score(asked, done)
             asked.ended[index] = output = replace(
-                output, finish_reason=REASONS[done.finish_reason], stop_reason=done.stop_reason, stats=done.stats
+                output,
+                finish_reason=REASONS[done.finish_reason],
+                stop_reason=done.stop_reason,
+                stats=done.stats,
+                num_cached_tokens=done.num_cached_tokens,
             )
         return asked.output([output])
 
     def _whole(self, done: Completion, index: int) -> CompletionOutput:
         logprobs, reason = self._logprobs(done.logprobs), REASONS[done.finish_reason]
         total = _sum(done.tokens, logprobs)
-        return CompletionOutput(index, done.text, done.tokens, reason, done.stop_reason, logprobs, total, done.stats)
+        facts = logprobs, total, done.stats, done.num_cached_tokens
+        return CompletionOutput(index, done.text, done.tokens, reason, done.stop_reason, *facts)
+
+    def _score(self, asked: Asked, done: Completion) -> None:
+        """Keep the log-probabilities of a prompt; those of all its rows are the same."""
+        told = self._logprobs(done.prompt_logprobs)
+        if told is not None and asked.prompt_logprobs is None:
+            asked.prompt_logprobs = [None, *told]
 
     def _logprobs(self, given: Sequence[Any] | None) -> list[dict[int, Logprob]] | None:
         if given is None:

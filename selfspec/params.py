@@ -20,7 +20,8 @@ from selfspec.learn import Learner
 LogitsProcessor = Callable[[Any, Tensor], Tensor]  # (token ids [1, length], logits [1, vocab]) -> logits [1, vocab]
 SAME_NAME = (
     "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "repetition_penalty",
-    "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "logprobs", "speculative", "generation_config",
+    "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "logprobs", "prompt_logprobs", "speculative",
+    "generation_config",
 )  # fmt: skip
 SAMPLING = tuple(field.name for field in fields(Sampling))
 DEFAULTS = {"ignore_eos": False, "speculative": True}
@@ -47,6 +48,7 @@ class SamplingParams:
         frequency_penalty: the same, once for every time that a token is there; 0.
         no_repeat_ngram_size: no n-gram of this size occurs twice in prompt and output; 0 allows all.
         logprobs: return the log-probability of every new token, and of this many of the likeliest; at most 20.
+        prompt_logprobs: the same of every prompt token but the first, in `RequestOutput.prompt_logprobs`.
         n: outputs per prompt. Output i has the seed `seed + i`.
         logits_processors: functions of the prefix, as transformers' are: `(token ids [1, length], logits [1, vocab])`
             to logits. They must be pure, since drafts ask them about prefixes that the output may not have.
@@ -72,6 +74,7 @@ class SamplingParams:
     frequency_penalty: float | None = None
     no_repeat_ngram_size: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     n: int = 1
     logits_processors: Sequence[LogitsProcessor] | LogitsProcessor | None = None
     speculative: bool = True

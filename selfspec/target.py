@@ -17,6 +17,8 @@ from selfspec.control.costs import Costs
 from selfspec.control.plan import Policy
 from selfspec.decoding.engine import Engine, page_size_of
 from selfspec.decoding.generation_config import Stored
+from selfspec.decoding.prefix_cache import PrefixCache
+from selfspec.decoding.prefix_store import PrefixStore
 from selfspec.decoding.request import Options, Prompts, Request, make_requests
 from selfspec.decoding.results import Round
 from selfspec.drafting.datastore import Datastore
@@ -122,6 +124,7 @@ class Target:
         self._state = copied_state(self.model)
         self.responses = Responses()
         """Finished responses of the calls that reuse them; another model may not know their tokens."""
+        self._prefixes = PrefixStore()
         self.stack = Stack(self.model, self._attention, self._file)
         refuse_autocast(self.stack.device)
         if not self._check:
@@ -261,6 +264,7 @@ class Target:
         learn: Learner | bool = False,
         exact: bool = False,
         burst: float | None = None,
+        prefix_cache_tokens: int | None = None,
     ) -> Iterator[Round]:
         """Decode requests in an engine of their own; a row's `request_id` is the request's index.
 
@@ -282,6 +286,9 @@ class Target:
                 is made at the first such call and kept.
             exact: run every call in constant shapes, see `selfspec.model.exact`.
             burst: seconds after which no further round of a program begins; default: a thirtieth.
+            prefix_cache_tokens: read prompts that begin alike once, and keep keys and values of so many tokens for the
+                next call that names a number here, the least recently used ones going first. One call at a time gets
+                what was kept. 0: keep none after the call; None: read every prompt. See `Engine`.
 
         Raises:
             ValueError: an argument out of range, or a request that does not fit the model; a `DatastoreError` where the
@@ -290,6 +297,7 @@ class Target:
             UnsupportedModelError: `exact` where it is not exact for this model on this device.
         """
         whole("max_batch_size", max_batch_size, 1)
+        kept = None if prefix_cache_tokens is None else whole("prefix_cache_tokens", prefix_cache_tokens, 0)
         if copied_state(self.model) != self._state:  # another adapter, device, dtype, hook since the model was opened
             self._file = None
             self._open()
@@ -303,6 +311,10 @@ class Target:
         if self.stack.num_layers > 1 and self.stack.ranks is None:
             way = way_of(policy, exit_layer, num_draft_tokens, drafts, exact, datastore is not None)
         known = None if way is None else self.remembered.go_on(way, lambda: self.costs(batch, exact))
+        prefix, stack = None, self.exact_stack if exact else self.stack
+        if kept is not None:
+            kept = kept if stack.ranks is None else 0
+            prefix = self._prefixes.take(stack, batch * longest, kept, page_size_of(stack))
         try:
             engine = Engine(
                 self,
@@ -317,14 +329,17 @@ class Target:
                 learn=learner,
                 exact=exact,
                 burst=burst,
+                prefix_cache=False if prefix is None else prefix,
             )
             for request in requests:
                 engine.submit(request)
         except BaseException:
+            if prefix is not None:
+                self._prefixes.keep(stack, prefix, kept or 0)
             if way is not None and known is not None:
                 self.remembered.keep(known, way)
             raise
-        return self._remembering(engine, way)
+        return self._remembering(engine, way, prefix, kept or 0)
 
     def learner_of(self, learn: Learner | bool, exit_layer: int | None) -> Learner | None:
         """Who trains exit heads for a caller who says `learn`, see `rounds`; None: nobody does."""
@@ -339,20 +354,29 @@ class Target:
             learn.cover([exit_layer])
         return learn
 
-    def _remembering(self, engine: Engine, way: Way | None) -> Iterator[Round]:
-        """The engine's rounds; what its policy saw of this model's acceptance is where the next one starts."""
+    def _remembering(
+        self, engine: Engine, way: Way | None, prefix: PrefixCache | None, num_kept: int
+    ) -> Iterator[Round]:
+        """The engine's rounds; what its policy saw of this model's acceptance is where the next one starts, and with
+        the keys and values in `prefix`."""
+        prefixes = self._prefixes
         is_exiting = sys.is_finalizing  # a local, since modules are empty when the interpreter closes open generators
         try:
             yield from engine.run()
         except GeneratorExit:  # between two rounds
             if not is_exiting():
                 self._end(engine, way)
+                if prefix is not None:
+                    engine.leave()
+                    prefixes.keep(engine.stack, prefix, num_kept)
             raise
         except BaseException:  # anywhere: nobody knows what state the policy is in
             with suppress(Exception):  # what was raised matters more than statistics
                 self.remember(engine)
             raise
         self._end(engine, way)
+        if prefix is not None:
+            prefixes.keep(engine.stack, prefix, num_kept)
 
     def _end(self, engine: Engine, way: Way | None) -> None:
         if way is None or not isinstance(engine.policy, Adaptive):

@@ -225,9 +225,8 @@ def test_an_engine_reads_the_document_of_two_questions_once_where_no_bit_can_cha
     with torch.inference_mode(way == "inference"):
         model = build("llama")
     assert model.lm_head.weight.is_inference() == (way == "inference")
-    reuses = {"reuse_responses": way != "off"}
     how = {"backend": "views" if way == "views" else "compiled", "exact": way == "exact"}
-    llm = LLM(model, **how, speculative=SpeculativeConfig(**PLD, **reuses))
+    llm = LLM(model, **how, speculative=SpeculativeConfig(**PLD), prefix_cache=False if way == "off" else None)
     document, params = make_prompts([40])[0], SamplingParams(max_tokens=12, logprobs=2, ignore_eos=True)
     engine = llm.engine(max_num_seqs=2, max_num_cached_tokens=128)
     first, found = asked(engine, [*document, 5, 6], params)
@@ -448,3 +447,16 @@ def test_bad_input_is_refused_in_one_sentence(model, make, message):
 
 def test_the_version_is_that_of_the_changelog():
     assert selfspec.__version__ == "0.2.0"
+
+
+def test_log_probabilities_of_a_prompt_come_once_for_all_of_its_outputs(speaker):
+    params = SamplingParams(max_tokens=3, n=2, temperature=1.0, prompt_logprobs=1)
+    [whole] = speaker.generate("abc", params)
+    assert whole.prompt_logprobs[0] is None and len(whole.prompt_logprobs) == 3
+    for token, told in zip(whole.prompt_token_ids[1:], whole.prompt_logprobs[1:], strict=True):
+        assert told[token].rank >= 1 and {1} <= {one.rank for one in told.values()} and len(told) <= 2
+    last = list(speaker.stream("abc", params))[-1]
+    assert last.finished and last.prompt_logprobs == whole.prompt_logprobs
+    assert speaker.generate("abc", SamplingParams(max_tokens=3))[0].prompt_logprobs is None
+    with pytest.raises(ValueError, match="prompt_logprobs must be at most 20"):
+        speaker.generate("abc", SamplingParams(prompt_logprobs=21))

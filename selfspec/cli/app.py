@@ -17,6 +17,7 @@ from selfspec.cli.failure import RUN, Failure, ending, say
 from selfspec.cli.generate import generate
 from selfspec.cli.inspect import inspect
 from selfspec.cli.options import command_of
+from selfspec.cli.serve import serve
 
 GENERATE_HELP = """Continue a text. Drafting never changes a token.
 
@@ -39,6 +40,16 @@ Examples:
   selfspec chat --model smollm2 --system 'Answer in one sentence.'
 
   printf 'Hello\\nWho are you?\\n' | selfspec chat --model smollm2 --temperature 0.7
+"""
+SERVE_HELP = """Serve a model to clients of OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models.
+
+/health, /metrics and /version are there, too. SIGTERM and Ctrl-C let running requests end. Needs the extra 'serve'.
+
+Examples:
+
+  selfspec serve smollm2 --port 8000
+
+  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Hello", "seed": 7}'
 """
 INSPECT_HELP = """Say what a model is, and whether it can draft for itself. Exit code 1 if it cannot.
 
@@ -94,13 +105,14 @@ def _selfspec(
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
-        raise Failure("a command is missing, generate, chat, inspect, calibrate or corpus; see 'selfspec --help'")
+        raise Failure(
+            "a command is missing, generate, chat, serve, inspect, calibrate or corpus; see 'selfspec --help'"
+        )
 
 
 app.command("generate", help=GENERATE_HELP)(command_of(options.Generate, generate))
 app.command("chat", help=CHAT_HELP)(command_of(options.Chat, chat))
-
-
+app.command("serve", help=SERVE_HELP)(command_of(options.Serve, serve))
 app.command("inspect", help=INSPECT_HELP)(command_of(options.Inspect, inspect))
 app.command("calibrate", help=CALIBRATE_HELP)(command_of(options.Calibrate, calibrate))
 corpora = typer.Typer(help=CORPUS_HELP)

@@ -13,7 +13,7 @@ from typing import Any, cast
 from selfspec import hub
 from selfspec.cli.corpus import reading
 from selfspec.cli.failure import RUN, Failure, as_sentences
-from selfspec.cli.options import Decoding, Generate
+from selfspec.cli.options import Decoding, Drafting, Generate
 from selfspec.cli.prompts import Prompt, has_template, tokenize
 from selfspec.cli.talk import Talk
 from selfspec.control.plan import LOOKUP
@@ -139,21 +139,23 @@ def _consumed(rounds: Generator[Round], show: Callable[[Round], None]) -> Run:
 def open_target(options: Decoding, talk: Talk) -> Target:
     """The model, opened up."""
     with as_sentences(), talk.waiting(f"loading {options.model}"):
-        parts = options.parts
-        if _has_learned(options):
-            parts["exit_heads"] = "none"
-        return hub.open_target(options.model, **parts)
+        return hub.open_target(options.model, **opening(options))
+
+
+def opening(options: Drafting) -> dict[str, Any]:
+    """What opening the model is told beside its name; heads that were learned take the place of those in its folder."""
+    return options.parts | ({"exit_heads": "none"} if _has_learned(options) else {})
 
 
 def decoding(options: Decoding, target: Target) -> dict[str, Any]:
     """How to draft and how to choose tokens, as the library names it."""
     drafting: dict[str, Any] = {"exit_layer": options.exit_layer, "num_draft_tokens": options.num_speculative_tokens}
-    drafting |= {"drafts": options.sources, "exact": options.exact, "datastore": _corpus(options, target)}
+    drafting |= {"drafts": options.sources, "exact": options.exact, "datastore": corpus_of(options, target)}
     drafting |= {"reuse_responses": options.reuse_responses}
     return drafting | options.sampling
 
 
-def policy_name(options: Decoding, target: Target) -> str:
+def policy_name(options: Drafting, target: Target) -> str:
     """The policy that the target is going to follow."""
     length = options.num_speculative_tokens
     name: str = options.policy or (DEFAULT_POLICY if options.exit_layer is None and length is None else "fixed")
@@ -162,7 +164,7 @@ def policy_name(options: Decoding, target: Target) -> str:
     return "plain" if length == 0 else name
 
 
-def keep(target: Target, policy: str, learner: Learner | None, options: Decoding, talk: Talk) -> None:
+def keep(target: Target, policy: str, learner: Learner | None, options: Drafting, talk: Talk) -> None:
     """Save what was learned: acceptance statistics, and with --learn exit heads, which is said."""
     if policy == "adaptive":
         target.save_prior()
@@ -178,7 +180,7 @@ def keep(target: Target, policy: str, learner: Learner | None, options: Decoding
     talk.console.print(line, style="dim", soft_wrap=True)
 
 
-def learner_of(options: Decoding, target: Target, policy: str) -> Learner | None:
+def learner_of(options: Drafting, target: Target, policy: str) -> Learner | None:
     """Who learns; a folder that will not do is found out before anything has been decoded."""
     folder = options.learn
     if folder is None or policy == "plain":
@@ -198,7 +200,7 @@ def learner_of(options: Decoding, target: Target, policy: str) -> Learner | None
         return Learner(target, folder=folder, layers=None if options.exit_layer is None else [options.exit_layer])
 
 
-def _corpus(options: Decoding, target: Target) -> Datastore | None:
+def corpus_of(options: Drafting, target: Target) -> Datastore | None:
     """The corpus to look drafts up in, open; one that is damaged or of another tokenizer is refused."""
     file = options.corpus
     if file is None:
@@ -209,7 +211,7 @@ def _corpus(options: Decoding, target: Target) -> Datastore | None:
     return store
 
 
-def _has_learned(options: Decoding) -> bool:
+def _has_learned(options: Drafting) -> bool:
     """Whether the folder to learn in has heads already: the run goes on with them."""
     if options.learn is None or not (options.learn / EXIT_HEADS_FILE).is_file():
         return False

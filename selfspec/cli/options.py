@@ -44,6 +44,13 @@ LAWS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "frequency_penalty": ("lie in [-2, 2]", lambda p: -2 <= p <= 2),
     "no_repeat_ngram_size": ("be at least 0 (0 allows all)", lambda n: n >= 0),
     "logprobs": ("lie in 0..20", lambda n: 0 <= n <= 20),
+    "port": ("lie in 0..65535 (0 takes a free one)", lambda n: 0 <= n <= 65535),
+    "max_num_seqs": ("be at least 1", lambda n: n >= 1),
+    "max_num_cached_tokens": ("be at least 1", lambda n: n >= 1),
+    "max_waiting_requests": ("be at least 0", lambda n: n >= 0),
+    "max_waiting_tokens": ("be at least 0", lambda n: n >= 0),
+    "request_timeout": ("be a number of seconds above 0", lambda s: 0 < s < math.inf),
+    "max_body_bytes": ("be at least 1", lambda n: n >= 1),
 }
 
 
@@ -59,8 +66,8 @@ def _argument(metavar: str, help: str, default: Any = MISSING) -> Any:
     return field(default=default, metadata={"typer": shown})
 
 
-_other, _model, _draft, _sample, _chat, _out = (
-    partial(_option, panel) for panel in (None, "Model", "Drafting", "Sampling", "Chat", "Output")
+_other, _model, _draft, _sample, _chat, _server, _out = (
+    partial(_option, panel) for panel in (None, "Model", "Drafting", "Sampling", "Chat", "Server", "Output")
 )
 _json = partial(_out, "One JSON document.", "--json", default=False)
 _quiet = partial(_out, "Nothing on stderr but errors.", "--quiet", "-q", default=False)
@@ -110,10 +117,8 @@ class Opening(Loading):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoding(Opening):
-    """How texts are continued: which model, how it drafts, and how tokens are chosen."""
-
-    model: str = _model("Which model.", "--model", "-m", metavar="demo|smollm2|FOLDER|FILE.gguf|HUB_ID", default="demo")
+class Drafting(Opening):
+    """How drafts are made."""
 
     policy: PolicyName | None = _draft(
         "How to draft; no choice changes the text. Default: adaptive, which finds exit layer and lengths by what they "
@@ -149,6 +154,26 @@ class Decoding(Opening):
         default=False,
     )
 
+    @property
+    def sources(self) -> list[str] | None:
+        """The parts of --drafters; None: not given."""
+        return None if self.drafters is None else [part.strip() for part in self.drafters.split(",")]
+
+    def check(self) -> None:
+        super().check()
+        if self.learn is not None and (self.policy == "plain" or self.num_speculative_tokens == 0):
+            raise Failure("--learn learns from refused drafts, and plain decoding has none; leave one of them out")
+        if self.learn is not None and self.learn.exists() and not self.learn.is_dir():
+            raise Failure(f"--learn needs a folder, got the file {self.learn}")
+        _check_drafters(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding(Drafting):
+    """How texts are continued: which model, how it drafts, and how tokens are chosen."""
+
+    model: str = _model("Which model.", "--model", "-m", metavar="demo|smollm2|FOLDER|FILE.gguf|HUB_ID", default="demo")
+
     max_tokens: int | None = _sample(
         "Most tokens to write. Default: the model's own, else 128; chat: 1024.", metavar="N"
     )
@@ -174,11 +199,6 @@ class Decoding(Opening):
     system: str | None = _chat("System message.", metavar="TEXT")
 
     @property
-    def sources(self) -> list[str] | None:
-        """The parts of --drafters; None: not given."""
-        return None if self.drafters is None else [part.strip() for part in self.drafters.split(",")]
-
-    @property
     def sampling(self) -> dict[str, Any]:
         """How tokens are chosen, as the library names it; without what was not given."""
         names = ["temperature", "top_k", "top_p", "min_p", "stop", "repetition_penalty", "presence_penalty"]
@@ -194,12 +214,7 @@ class Decoding(Opening):
         super().check()
         if any(not text for text in self.stop or ()):
             raise Failure("--stop must be a non-empty text, got ''")
-        if self.learn is not None and (self.policy == "plain" or self.num_speculative_tokens == 0):
-            raise Failure("--learn learns from refused drafts, and plain decoding has none; leave one of them out")
-        if self.learn is not None and self.learn.exists() and not self.learn.is_dir():
-            raise Failure(f"--learn needs a folder, got the file {self.learn}")
         _ = self.sampling
-        _check_drafters(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,6 +280,39 @@ class Chat(Decoding):
 
     stats: bool = _out("After a reply: tokens, speed, acceptance, tokens from the cache.", "--stats", default=False)
     quiet: bool = _quiet()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve(Drafting):
+    """`selfspec serve`."""
+
+    model: str = _argument("MODEL", MODEL_HELP)
+
+    host: str = _server("Address to listen at.", metavar="ADDRESS", default="127.0.0.1")
+    port: int = _server("Port to listen at.", metavar="N", default=8000)
+    api_key: str | None = _server(
+        "What clients of /v1 must send as a bearer token.", metavar="TEXT", envvar="SELFSPEC_API_KEY"
+    )
+    served_model_name: str | None = _server("How clients call the model. Default: MODEL.", metavar="NAME")
+    max_num_seqs: int = _server("Outputs decoded together; more wait.", metavar="N", default=16)
+    max_num_cached_tokens: int | None = _server(
+        "Tokens whose keys and values fit at once. Default: 2048, or the context, per output.", metavar="N"
+    )
+    max_waiting_requests: int = _server("Outputs that may wait; more are told 429.", metavar="N", default=256)
+    max_waiting_tokens: int = _server("Prompt tokens that may wait.", metavar="N", default=1 << 18)
+    request_timeout: float = _server(
+        "Seconds after which a request is ended; as many for those that run when the server is told to stop.",
+        metavar="S",
+        default=600.0,
+    )
+    max_body_bytes: int = _server("Largest request body.", metavar="N", default=8 << 20)
+    log_prompts: bool = _server("Write prompts to the log, on stderr.", "--log-prompts", default=False)
+    quiet: bool = _quiet()
+
+    def check(self) -> None:
+        super().check()
+        if self.api_key == "":
+            raise Failure("--api-key must not be empty; leave it out to serve anybody")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,7 +402,7 @@ def command_of(options: type[Any], run: Callable[[Any], object]) -> Callable[...
     return command
 
 
-def _check_drafters(given: Decoding) -> None:
+def _check_drafters(given: Drafting) -> None:
     sources = given.sources
     if sources is not None and not set(sources) <= set(DRAFTERS):
         from selfspec.control.registry import removed_among

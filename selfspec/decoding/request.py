@@ -41,6 +41,7 @@ class Options(TypedDict, total=False):
     stopping_criteria: Criterion | Sequence[Criterion] | None
     keep_logits: bool  # default False; see `Request`
     logprobs: int | None  # default None; see `Request`
+    prompt_logprobs: int | None  # likewise
     speculative: bool  # default True; see `Request`
     generation_config: GenerationConfig | Literal[False] | None
     """What is not named here is taken from the model's own generation config, as transformers' `generate` takes it:
@@ -63,6 +64,8 @@ class Request:
         logprobs: 0..20: tell every new token's log-probability and those of so many likeliest tokens, from the logits
             before penalties, processors, temperature and filters, in `Completion.logprobs`; None: tell of none.
         speculative: whether its tokens may be drafted.
+        prompt_logprobs: 0..20: the same of every prompt token but the first, in `Completion.prompt_logprobs`; the whole
+            prompt is then read, whatever the cache holds of it.
     """
 
     prompt: Sequence[int]
@@ -77,6 +80,7 @@ class Request:
     ignore_eos: bool = False
     logprobs: int | None = None
     speculative: bool = True
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.prompt) == 0:
@@ -86,8 +90,10 @@ class Request:
         for token in self.stop_token_ids:
             whole("a token id of stop_token_ids", token, least=0)
         flag("ignore_eos", self.ignore_eos)
-        if self.logprobs is not None and whole("logprobs", self.logprobs, least=0) > MOST_LOGPROBS:
-            raise ValueError(f"logprobs must be at most {MOST_LOGPROBS} likeliest tokens, got {self.logprobs}")
+        for name in ("logprobs", "prompt_logprobs"):
+            number = getattr(self, name)
+            if number is not None and whole(name, number, least=0) > MOST_LOGPROBS:
+                raise ValueError(f"{name} must be at most {MOST_LOGPROBS} likeliest tokens, got {number}")
         for name in ("logits_processor", "stopping_criteria"):
             for one in getattr(self, name):
                 if not callable(one):
@@ -113,7 +119,8 @@ class Completion:
     scores: list[Tensor] | None = None
     logprobs: list[TokenLogprobs] | None = None  # of every token, where asked
     stop_reason: int | str | None = None  # the stop token or stop string that ended it, if one did
-    num_cached_tokens: int = 0  # of the prompt, that an engine with `reuse_prefix` did not have to read
+    num_cached_tokens: int = 0  # of the prompt, that an engine with a prefix cache did not have to read
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of the prompt's tokens but the first, where asked
 
 
 def make_request(
@@ -138,6 +145,7 @@ def make_request(
     keep_logits: bool = False,
     logprobs: int | None = None,
     speculative: bool = True,
+    prompt_logprobs: int | None = None,
 ) -> Request:
     """A request from a text or token ids and its `Options`, checked.
 
@@ -170,6 +178,7 @@ def make_request(
         ignore_eos=ignore_eos,
         logprobs=logprobs,
         speculative=speculative,
+        prompt_logprobs=prompt_logprobs,
     )
 
 

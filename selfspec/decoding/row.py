@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -32,6 +33,7 @@ class Row:
     logits: list[Tensor] = field(default_factory=list)
     scores: list[Tensor] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its tokens, where asked
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's tokens read so far, likewise
     has_raised: bool = False  # its own processor or criterion did, or it was interrupted: the engine cancels it
     has_pages: bool = True  # they are given back once
     texts: tuple[Texts, ...] = ()  # that it looks in besides its own
@@ -39,6 +41,7 @@ class Row:
     num_found: int = 0  # tokens of the prompt that were in the cache already
     limit: int = 0  # tokens its content may come to
     num_edits: int | None = None  # of weights in place, before it joined; see `PrefixCache`
+    blocks: list[Any] = field(default_factory=list)  # its first pages, which other rows may read; see `PrefixCache`
     _lookup: RowLookup | None = None
 
     def __post_init__(self) -> None:
@@ -92,11 +95,10 @@ class Row:
         logits, scores = (self.logits, self.scores) if self.request.keep_logits else (None, None)
         text, tokens, reason = self.stopper.text, self.tokens, self.finish_reason
         logprobs = None if self.request.logprobs is None else self.logprobs
+        of_prompt = None if self.request.prompt_logprobs is None else self.prompt_logprobs
         ended_by = self.stopper.stop_reason(tokens) if reason == "stop" else None
-        found = self.num_found
-        return Completion(
-            self.request_id, tokens, text, reason, self.stats, seed, logits, scores, logprobs, ended_by, found
-        )
+        told = logprobs, ended_by, self.num_found, of_prompt
+        return Completion(self.request_id, tokens, text, reason, self.stats, seed, logits, scores, *told)
 
     def keep(self, tokens: list[int], logits: Tensor | None, scores: Tensor | None) -> None:
         """Take a round's kept tokens; keys and values beyond the new content are left to be overwritten."""

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from selfspec.control.plan import SEED_POSITIONS, Policy
+from selfspec.executors.logprobs import TokenLogprobs, token_logprobs
 from selfspec.executors.penalties import Penalties, Text
 from selfspec.executors.picker import Picker
 from selfspec.executors.rows import Row
 from selfspec.executors.shadow import shadow_picks
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span, tensor_of
 from selfspec.model.stack import Stack, Taps
+
+SCORED = 128  # positions whose logits are held at once
 
 
 class _Probe(NamedTuple):
@@ -28,17 +31,16 @@ class _Probe(NamedTuple):
 
 
 def prefill(stack: Stack, cache: PagedCache, picker: Picker, rows: Sequence[Row], budget: int, policy: Policy) -> None:
-    """Write keys and values of at most `budget` prompt tokens, row after row.
+    """Write keys and values of at most `budget` prompt tokens.
 
     The last token of each prompt is left to the first round. If the policy requests it, a prompt's last positions are
-    probed (`Policy.seed_layers`, `Policy.seed`).
+    probed (`Policy.seed_layers`, `Policy.seed`). Rows that ask for them get the log-probabilities of their prompts.
     """
     if all(row.num_cached + 1 >= len(row.content) for row in rows):
         return
     tokens: list[int] = []
     spans, fed, probes = [], [], []
-    for row in rows:
-        count = min(len(row.content) - 1 - row.num_cached, budget)
+    for row, count in zip(rows, shares([len(row.content) - 1 - row.num_cached for row in rows], budget), strict=True):
         if count <= 0:
             continue
         probe = _probe(row, row.num_cached, count, len(tokens), policy)
@@ -46,17 +48,51 @@ def prefill(stack: Stack, cache: PagedCache, picker: Picker, rows: Sequence[Row]
         spans.append(Span(row.pages, row.num_cached, count))
         tokens += row.content[row.num_cached : row.num_cached + count]
         fed.append((row, count))
-        budget -= count
     if not spans:
         return
     taps: Taps | None = dict.fromkeys(layer for probe in probes for layer in probe.layers) if probes else None
     packed = PackedRows(cache, spans, stack.device)
     packed.plans["prompts"] = [len(row.content) - 1 for row, _ in fed]  # read in exact mode
     last = stack.run(packed, 0, stack.num_layers, tensor_of(tokens, stack.device), taps)
+    at = 0
     for row, count in fed:
+        told = _prompt_logprobs(stack, row, last[at : at + count])
+        row.prompt_logprobs += told
         row.num_cached += count
+        at += count
     for probe in probes:
         _seed_policy(stack, picker, probe, last, taps or {}, policy)
+
+
+def _prompt_logprobs(stack: Stack, row: Row, last: Tensor) -> list[TokenLogprobs]:
+    """Of the tokens after those just read, if the request asks for them. `last`: hidden states after the last layer."""
+    wanted = row.request.prompt_logprobs
+    if wanted is None:
+        return []
+    told: list[TokenLogprobs] = []
+    tokens = row.content[row.num_cached + 1 : row.num_cached + 1 + len(last)]
+    for at in range(0, len(last), SCORED):
+        told += token_logprobs(stack.logits(last[at : at + SCORED]), tokens[at : at + SCORED], wanted)
+    return told
+
+
+def shares(lacking: Sequence[int], budget: int) -> list[int]:
+    """How many of the tokens that rows lack each of them reads.
+
+    The row that joined first gets half of the budget, so that it comes to its end whatever joins later. The other half
+    goes to those that lack least, so that a short prompt does not wait for a long one. What is left goes to the rows in
+    their order.
+    """
+    taken = [0] * len(lacking)
+    reading = [i for i, lack in enumerate(lacking) if lack > 0]
+    by_need = sorted(reading[1:], key=lambda i: lacking[i])
+    for most, order in ((budget - budget // 2, reading[:1]), (budget // 2, by_need), (budget, reading)):
+        for i in order:
+            count = min(lacking[i] - taken[i], most, budget)
+            taken[i] += count
+            most -= count
+            budget -= count
+    return taken
 
 
 def _probe(row: Row, start: int, count: int, at: int, policy: Policy) -> _Probe | None:

@@ -8,14 +8,17 @@ from typing import Any, Protocol
 
 from selfspec.control.rows import RowState
 from selfspec.drafting.row_lookup import RowLookup
+from selfspec.executors.logprobs import TokenLogprobs
 from selfspec.executors.pick import Sampling
 
 
 class Stopper(Protocol):
-    """The tokens that end a row: `ends`."""
+    """What ends a row."""
 
     @property
-    def ends(self) -> Collection[int]: ...
+    def ends(self) -> Collection[int]: ...  # the tokens that do
+    @property
+    def ends_by_token(self) -> bool: ...  # only they and the length do; False: text or criteria may, too
 
 
 class Request(Protocol):
@@ -31,6 +34,8 @@ class Request(Protocol):
     def speculative(self) -> bool: ...  # False: the row never drafts
     @property
     def logprobs(self) -> int | None: ...  # most probable tokens to report per position; None: no log-probabilities
+    @property
+    def prompt_logprobs(self) -> int | None: ...  # the same for the tokens of the prompt
 
 
 class Row(Protocol):
@@ -41,6 +46,7 @@ class Row(Protocol):
 
     num_cached: int
     num_prompt_tokens: int
+    prompt_logprobs: list[TokenLogprobs]  # of the prompt's tokens read so far but the first, where asked
 
     @property
     def request_id(self) -> int: ...

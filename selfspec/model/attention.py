@@ -195,10 +195,9 @@ def limit_reach(seen: Tensor, at: Tensor, keys: Tensor, reach: Reach) -> Tensor:
 
 
 def _read(pages: Tensor, group: Group) -> Tensor:
-    """Keys or values `[R, kv_heads, limit, head_dim]`: a view where rows have one page each in a slice, else a copy."""
+    """Keys or values `[R, kv_heads, limit, head_dim]`: a view where the pages are a slice, else a copy."""
     part = pages[group.pages]
-    if part.dim() == 5:  # [R, pages per row, page_size, kv_heads, head_dim]
-        part = part.flatten(1, 2)
+    part = part.reshape(len(group.positions), -1, *part.shape[-2:])
     return part[:, : group.limit].transpose(1, 2)
 
 

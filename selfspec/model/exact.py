@@ -113,6 +113,10 @@ class ExactStack(Stack):
         assert out is not None
         return out
 
+    def num_wide(self, num_tokens: int) -> int:
+        """See `Stack.num_wide`: those that fill whole tiles of `wide` positions."""
+        return num_tokens // self.wide * self.wide
+
     def head_logits(self, hidden: Tensor, lacks_norm: bool) -> Tensor:
         """See `Stack.head_logits`; logits of early exits need not be exact."""
         return super().head_logits(hidden, True) if lacks_norm else self.head_counts.apply(self.normed_logits, hidden)

@@ -24,7 +24,7 @@ class Group:
 
     positions: Tensor  # [R, n] position of each query; padding repeats a real one
     limit: int  # keys [0, limit) are read
-    pages: slice | Tensor  # consecutive pages, one per row; or [R, pages per row]
+    pages: slice | Tensor  # consecutive pages: one per row, or all those of a single row; or [R, pages per row]
     gather: slice | Tensor | None  # [R * n] index of each query in the packed call; None: they are all tokens in order
     scatter: tuple[slice | Tensor, slice | Tensor] | None  # (index in the packed call, index in R * n) of real queries
     single: bool  # one query: no mask is needed without a window or chunk
@@ -122,8 +122,10 @@ def _branches(spans: Sequence[Span | None], width: int, limit: int, device: torc
 
 
 def _page_index(cache: PagedCache, tables: Sequence[Sequence[int]], limit: int, device: torch.device) -> slice | Tensor:
-    if len(tables) == 1 and len(tables[0]) == 1:
-        return slice(tables[0][0], tables[0][0] + 1)
     need = cache.pages_for(limit)
+    if len(tables) == 1:
+        own = list(tables[0][:need])
+        if own == list(range(own[0], own[0] + need)):
+            return slice(own[0], own[0] + need)
     table = [[*pages[:need], *[pages[0]] * (need - len(pages))] for pages in tables]
     return torch.tensor(table, device=device)

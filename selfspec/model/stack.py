@@ -45,6 +45,8 @@ class Body(Layers, Protocol):
 
     @property
     def is_rounded(self) -> bool: ...
+    @property
+    def version(self) -> int: ...
     def logits(self, hidden: Tensor, normed: bool) -> Tensor: ...
     def subset_logits(self, hidden: Tensor, subset: Subset) -> Tensor: ...
     def through_heads(self, hidden: Tensor, heads: ExitHeads, layers: Sequence[int]) -> Tensor: ...
@@ -108,8 +110,8 @@ class Stack:
 
     @property
     def has_draft_heads(self) -> bool:
-        """Whether drafts may be over a part of the vocabulary; rounds in CUDA graphs are over all of it."""
-        return self._draft_head is not None and self.runner is None
+        """Whether drafts may be over a part of the vocabulary."""
+        return self._draft_head is not None
 
     @property
     def default_draft_vocab(self) -> int | None:
@@ -157,6 +159,11 @@ class Stack:
             if one.get("rope_type") in ("dynamic", "longrope"):
                 limit = min(limit, int(one.get("original_max_position_embeddings") or limit))
         return limit
+
+    def num_wide(self, num_tokens: int) -> int:
+        """How many of the first `num_tokens` tokens of a prompt are computed in other shapes than tokens of an output,
+        so that their keys and values may differ in bits."""
+        return 0
 
     def agreed(self, value: Value) -> Value:
         """Rank 0's value on every rank of a tensor-parallel model; else `value`."""

@@ -53,6 +53,13 @@ PLANS = {
     "stopped by confidence, sampled": (2, HOT, lambda n: Plan(1, (4,) * n, 0.5, keep_confidence=True)),
     "looks at layers": (2, {}, lambda n: Plan(2, (2,) * n, shadow=ShadowPlan((1, 3), (0, 1), 4))),
     "second choices": (1, {}, lambda n: Plan(2, (3,) * n, second_choices=RULE)),
+    "second choices, sampled, three rows": (3, HOT, lambda n: Plan(2, (3,) * n, second_choices=RULE)),
+    "a part of the vocabulary": (2, HOT, lambda n: Plan(1, (3,) * n, draft_vocab=40)),
+    "a part of the vocabulary, second choices": (
+        1,
+        {},
+        lambda n: Plan(1, (2,) * n, second_choices=RULE, draft_vocab=40),
+    ),
 }
 FUSED = ("plain, one row", "fixed, four rows", "fixed, nine rows")  # plans that are run by fused layers, too
 NAMES = (*PLANS, *(f"fused layers: {name}" for name in FUSED))

@@ -114,3 +114,36 @@ def test_a_vocabulary_smaller_than_what_is_asked_for_is_told_whole():
 def test_numbers_that_cannot_be_asked_for_are_refused(value, sentence):
     with pytest.raises(ValueError, match=sentence):
         tiny("llama").generate([[3]], logprobs=value)
+
+
+@pytest.mark.parametrize("engine", ["compiled", "views"])
+def test_those_of_a_prompt_are_a_plain_forwards_however_it_is_read(engine):
+    """In chunks, beside rows that do not ask, and after a row whose prefix the cache still holds."""
+    target, prompts = tiny("llama", engine=engine), make_prompts([40, 1, 23, 40], seed=1)
+    prompts[3] = prompts[0][:30] + prompts[2][:10]
+    asked = [2, 0, None, 5]
+    made = Engine(target, policy=Adversary(1, 4), prefill_chunk=7, reuse_prefix=True, max_batch_size=2)
+    for prompt, wanted in zip(prompts, asked, strict=True):
+        made.submit(prompt, max_new_tokens=3, prompt_logprobs=wanted)
+    done = {row.completion.request_id: row.completion for r in made.run() for row in r.rows if row.completion}
+    assert done[2].prompt_logprobs is None and done[1].prompt_logprobs == []
+    for i in (0, 3):
+        with torch.inference_mode():
+            lines = target.model(torch.tensor([prompts[i]])).logits[0, :-1].float().log_softmax(-1)
+        assert [one.token for one in done[i].prompt_logprobs] == prompts[i][1:]
+        for one, line in zip(done[i].prompt_logprobs, lines, strict=True):
+            order = line.sort(descending=True, stable=True).indices.tolist()
+            assert one.logprob == pytest.approx(float(line[one.token]), abs=1e-4)
+            assert one.rank == 1 + order.index(one.token) and [token for token, _ in one.top] == order[: asked[i]]
+
+
+def test_more_positions_than_are_scored_at_once_are_all_scored():
+    target = Target(build("llama", max_position_embeddings=512))
+    [prompt] = make_prompts([300], seed=2)
+    made = Engine(target, policy="plain", max_batch_size=1)
+    made.submit(prompt, max_new_tokens=1, prompt_logprobs=0)
+    [done] = [row.completion for round_ in made.run() for row in round_.rows if row.completion]
+    with torch.inference_mode():
+        lines = target.model(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
+    wanted = lines.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+    assert [one.logprob for one in done.prompt_logprobs] == pytest.approx(wanted, abs=1e-4)

@@ -32,7 +32,12 @@ def test_attention_over_prompts_agrees(dtype):
 @on_dtypes
 def test_scatter_agrees(dtype):
     assert_agree(twins.check_scatter(DEVICE, dtype))
-    assert_agree(twins.check_layers(DEVICE, dtype, twins.HEADS[0]))
+
+
+@on_dtypes
+@pytest.mark.parametrize("heads", twins.HEADS, ids=lambda heads: ":".join(map(str, heads)))
+def test_kernels_of_fused_layers_agree(heads, dtype):
+    assert_agree(twins.check_layers(DEVICE, dtype, heads))
 
 
 @pytest.mark.parametrize("check", [twins.check_pick, twins.check_accept])

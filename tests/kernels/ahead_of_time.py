@@ -22,18 +22,28 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from selfspec.kernels import (
+    draft_tree,
     fused_accept,
+    fused_advance,
     fused_gate,
     fused_norm,
     fused_pick,
     fused_rotary,
     kv_scatter,
     paged_attention,
+    reference_trees,
 )
 from selfspec.kernels.layout import Norm
 from tests.kernels import samples
 
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
 
 
 class Launch(NamedTuple):
@@ -131,6 +141,20 @@ def calls() -> dict[str, Callable[[], Any]]:
     def pick(*kinds: tuple[float, int, float, float]) -> Callable[[], Any]:
         return lambda: fused_pick.pick(torch.zeros(len(kinds), 128256), samples.sampling(kinds, 0))
 
+    def pick_two() -> None:
+        how = samples.sampling([(0.8, 50, 0.9, 0.0)], 0)
+        fused_pick.pick_two(torch.zeros(1, 16032), how, names=torch.arange(16032))
+
+    def tree() -> None:
+        given = samples.drafts(2, 5)
+        draft_tree.grow(*given, 5)
+        grown = reference_trees.grow(*given, 5)
+        draft_tree.follow(grown, torch.zeros(22, dtype=torch.int64), 6)
+
+    def move() -> None:
+        pages, slots = torch.zeros(2, 4, 64, 8, 128, dtype=torch.bfloat16), torch.arange(4)
+        kv_scatter.move(*pages, slots, slots + 9)
+
     def scatter() -> None:
         one = samples.paged([(70, 5)], 8, 8, 128, 64, dtype=torch.bfloat16)
         kv_scatter.scatter(one.key, one.value, one.keys, one.values, one.layout.slots)
@@ -139,6 +163,10 @@ def calls() -> dict[str, Callable[[], Any]]:
         ids, small = torch.zeros(8, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
         sums = torch.zeros(2, 8, dtype=torch.int64)
         fused_accept.accept(ids, ids, small, small, small, ids.view(2, 4), 8, sums)
+
+    def advance() -> None:
+        small = torch.zeros(32, dtype=torch.int32)
+        fused_advance.advance(torch.zeros(32, 15, dtype=torch.int64), small, small, small.long())
 
     def norm(size: int, offset: float = 0.0) -> Norm:
         return Norm(torch.zeros(size, dtype=torch.bfloat16), 1e-6, offset)
@@ -189,6 +217,10 @@ def calls() -> dict[str, Callable[[], Any]]:
         "pick, sampled, 128256 tokens": pick((0.8, 0, 1.0, 0.0)),
         "pick, filtered, 128256 tokens": pick((0.8, 50, 0.9, 0.0)),
         "accept, 8 places": accept,
+        "advance, 32 rows": advance,
+        "pick of two, filtered, 16032 of the tokens": pick_two,
+        "second choices beside 5 drafted tokens": tree,
+        "moved, 8 key heads of 128": move,
     }
 
 

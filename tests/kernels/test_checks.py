@@ -51,6 +51,12 @@ def calls():
         "attend": {**attend, "sinks": torch.zeros(4)},
         "pick": {"logits": torch.randn(2, 33), "sampling": sampling},
         "accept": accept,
+        "advance": {
+            "state": torch.zeros(2, 5, dtype=torch.int64),
+            "num_kept": torch.tensor([3, 3]).int(),
+            "ended": torch.tensor([0, 1]).int(),
+            "last": torch.arange(2),
+        },
     }
 
 
@@ -95,7 +101,14 @@ FAULTS = {
     "device": lambda one: one.to("meta"),
     "shape": lambda one: torch.cat([one, one[..., :1]], -1),
 }
-HARMLESS = {("shape", "eos"), ("shape", "pages"), ("shape", "logits"), ("shape", "sums"), ("dtype", "sinks")}
+HARMLESS = {
+    ("shape", "eos"),
+    ("shape", "pages"),
+    ("shape", "logits"),
+    ("shape", "sums"),
+    ("dtype", "sinks"),
+    ("shape", "state"),
+}
 
 
 @pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.name)

@@ -28,6 +28,10 @@ ONE_OF_EACH = [
     "attend, tree of 16, 32:8 heads of 128",
     "pick, filtered, 128256 tokens",
     "accept, 8 places",
+    "advance, 32 rows",
+    "pick of two, filtered, 16032 of the tokens",
+    "second choices beside 5 drafted tokens",
+    "moved, 8 key heads of 128",
 ]
 
 
@@ -39,8 +43,9 @@ def test_every_kernel_compiles_for_hopper_without_spilling(tmp_path, calls):
     told = subprocess.run([sys.executable, "-c", PROGRAM, *calls], env=own, capture_output=True, text=True, check=False)
     assert told.returncode == 0, told.stderr[-2000:]
     made = json.loads(told.stdout)
-    kernels = {"_scatter", "_split", "_combine", "_bound", "_pick_of_block", "_pick_of_row", "_accept"}
+    kernels = {"_scatter", "_split", "_combine", "_bound", "_pick_of_block", "_pick_of_row", "_accept", "_advance"}
     kernels |= {"_add_norm", "_rotate", "_gate"}
+    kernels |= {"_grow", "_follow", "_move"}
     assert {one["kernel"] for one in made} == kernels
     for one in made:
         assert 0 < one["registers"] <= 255, one

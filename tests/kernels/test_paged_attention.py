@@ -105,6 +105,12 @@ def test_tree_of_as_many_nodes_as_a_mask_has_bits():
     check(samples.paged([(0, samples.MOST_NODES)], 2, 1, 16, 16, trees=True))
 
 
+def test_drafts_with_many_second_choices_are_split_along_their_rows():
+    call = samples.paged([(600, 24), (3, paged_attention.SHORT)], 4, 2, 16, 16, trees=True)
+    assert call.layout.most_new <= paged_attention.SHORT
+    check(call)
+
+
 def test_bfloat16_is_read_as_it_is():
     check(samples.paged([(20, 3), (0, 1)], 4, 2, 64, 16, dtype=torch.bfloat16))
 

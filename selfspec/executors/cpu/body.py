@@ -77,13 +77,17 @@ class CompiledBody:
         self._norms = [[n and self._copied(n.weight, n.offset) for n in x.norms] for x in self.layers]
         self._structs: WeakKeyDictionary[PagedCache, tuple[Any, Any, dict[int, Any]]] = WeakKeyDictionary()
         heads, copied = [w for w in (head.weight, head.bias) if w is not None], [own for _, own, _ in self._copies]
-        every = [*heads, *copied, *(w for layer in self.layers for w in layer.weights())]
+        every = [embedding, *heads, *copied, *(w for layer in self.layers for w in layer.weights())]
         self._weights = list({id(w): w for w in every}.values())
         self._tracked = [w for w in self._weights if not w.is_inference()]  # inference tensors count no edits
         self._file = weights.file
         self._in_blocks = {id(x.weight) for x in weights.linears() if x.blocks is not None}
+        if self._file is not None:
+            self._in_blocks |= {id(embedding)} & self._file.held(deeply=False).keys()
         self._sums_all = self._file is None or not self._file.sees_all
         self._num_edits, self._sums = self._count_edits(), self._checksums()
+        self.version = 0
+        """How often `refresh` found edited weights."""
         self.buffer_pool = BufferPool[Any]()
         """Buffers of compiled rounds; see `selfspec.executors.cpu.rounds`."""
         self.threads_for_few: int | None = None
@@ -257,6 +261,7 @@ class CompiledBody:
             if offset:
                 copy.add_(offset)
         self._in_blocks -= edited
+        self.version += 1
         self._num_edits, self._sums = num_edits, self._checksums() if edited else sums
 
     def threads(self, num_tokens: int) -> int:

@@ -6,7 +6,9 @@ capture       records and replays: CUDA graphs, or a substitute for tests
 graphs        recordings by key, within a memory budget
 storage       KV pages that outlive an engine, since recordings read and write fixed addresses
 round_inputs  what a recorded round reads and returns
+host_records  the results on the host
 whole_round   one round, from drafting to acceptance, as one recording
+rounds        rounds of a batch from one recording, launched without waiting for their results
 self_check    compares recorded rounds with the eager layers
 packed_linear linear layers of one input as one product
 rotary        tables of rotary angles

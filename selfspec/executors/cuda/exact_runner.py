@@ -74,6 +74,8 @@ class ExactRunner(Runner):
         is_fused: run fused layers, not the views.
     """
 
+    has_trees = False  # keys of a tree lie in another order than those of a row, so they are summed in another one
+
     def __init__(self, stack: ExactStack, source: Stack, is_fused: bool) -> None:
         given, body = source.runner, source.recorded
         kernels, wide_kernels = (with_fixed_order(given.kernels, is_wide) for is_wide in (False, True))

@@ -1,0 +1,166 @@
+"""`Dispatcher`: admits calls as far as the limits go, hands them to the engine's thread, and hands its news to them.
+
+All of it runs in the event loop's thread, so it needs no locks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from time import monotonic
+
+from selfspec.llm import LLM, LLMEngine
+from selfspec.serving.calls import Call
+from selfspec.serving.config import ServerConfig
+from selfspec.serving.loop import EngineLoop, News
+from selfspec.serving.metrics import Metrics
+from selfspec.serving.protocol import Refusal
+
+LONGEST_RETRY = 60  # seconds that a client is told to wait at most
+SMOOTHING = 0.1  # weight of the last call in the mean of their seconds
+
+
+class Dispatcher:
+    """The calls of a server.
+
+    Args:
+        llm: decodes them.
+        metrics: counts them.
+    """
+
+    def __init__(self, llm: LLM, config: ServerConfig, metrics: Metrics) -> None:
+        self._config, self._metrics = config, metrics
+        self._loop = EngineLoop(llm, config, metrics, self._post)
+        self._max_num_seqs = llm.max_num_seqs if config.max_num_seqs is None else config.max_num_seqs
+        self._asyncio: asyncio.AbstractEventLoop | None = None
+        self._open: dict[str, Call] = {}
+        self._sent: dict[str, Call] = {}  # the engine has not said yet that it took them
+        self._news = News()  # the last
+        self._seconds = 1.0  # of a call, in the mean
+        self._has_stopped = True
+        self.is_draining = False
+        """Whether new calls are refused while those that run end."""
+        self.room = 0
+        """Tokens that the engine's cache holds."""
+
+    async def start(self) -> None:
+        """Make the engine and serve.
+
+        Raises:
+            what `LLM.engine` raises.
+        """
+        self._asyncio = asyncio.get_running_loop()
+        engine: LLMEngine = await asyncio.to_thread(self._loop.start)
+        self.room, self._has_stopped = engine.max_num_cached_tokens, False
+
+    async def stop(self) -> None:
+        """End the engine's thread; calls that are open end with an error."""
+        await asyncio.to_thread(self._loop.stop)
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether new calls are served."""
+        return not (self._has_stopped or self.is_draining)
+
+    @property
+    def num_open(self) -> int:
+        """Calls that have not ended."""
+        return len(self._open)
+
+    def refuse_too_many(self, num_prompts: int, n: int) -> None:
+        """Refuse what could never be admitted: more outputs than may run and wait.
+
+        Raises:
+            Refusal: 400.
+        """
+        most = self._config.max_waiting_requests + self._max_num_seqs
+        if num_prompts * n > most:
+            self._metrics.reject("too_large")
+            message = f"a request may ask for at most {most} outputs (prompts times n), got {num_prompts * n}"
+            raise Refusal(f"{message}; send several requests", param="n" if n > 1 else "prompt")
+
+    def submit(self, call: Call) -> None:
+        """Send a call to the engine.
+
+        Raises:
+            Refusal: 503 where the engine has stopped or is draining, 429 where too much waits.
+        """
+        if not self.is_healthy:
+            reason = "shuts down" if self.is_draining else "has lost its engine"
+            self._metrics.reject("draining" if self.is_draining else "engine_dead")
+            raise Refusal(f"the server {reason}; try another one", 503, code="unavailable", retry_after=1)
+        self._admit(call)
+        self._open[call.name] = self._sent[call.name] = call
+        self._loop.submit(call)
+        self._gauge()
+
+    def end(self, call: Call) -> None:
+        """Nobody waits for a call any more. Those that have ended are left alone."""
+        if self._open.pop(call.name, None) is not None:
+            self._sent.pop(call.name, None)
+            self._metrics.abort(call)
+            self._loop.cancel(call)
+
+    def _admit(self, call: Call) -> None:
+        most, rows = self._config.max_waiting_requests, call.num_rows
+        waiting = self._num_waiting
+        tokens = self._news.num_waiting_tokens + sum(
+            sent.num_prompt_tokens * sent.params.n for sent in self._sent.values()
+        )
+        free = max(0, self._max_num_seqs - self._news.num_running)
+        if waiting + rows > most + free:
+            self._metrics.reject("queue_full")
+            raise self._busy(f"{waiting} requests wait, and the server lets at most {most} wait", waiting)
+        if waiting > free and tokens + call.num_prompt_tokens * call.params.n > self._config.max_waiting_tokens:
+            self._metrics.reject("queue_tokens")
+            most = self._config.max_waiting_tokens
+            raise self._busy(f"{tokens} prompt tokens wait, and the server lets at most {most} wait", waiting)
+
+    @property
+    def _num_waiting(self) -> int:
+        """Outputs that wait, those included that the engine has not taken yet."""
+        return self._news.num_waiting + sum(sent.num_rows for sent in self._sent.values())
+
+    def _gauge(self) -> None:
+        self._metrics.gauge(self._news.num_running, self._num_waiting, self._news.kv_usage)
+
+    def _busy(self, reason: str, waiting: int) -> Refusal:
+        seconds = math.ceil(self._seconds * (1 + waiting / self._max_num_seqs))
+        after = max(1, min(LONGEST_RETRY, seconds))
+        return Refusal(f"{reason}; try again in {after} s", 429, code="server_busy", retry_after=after)
+
+    # --------------------------------------------------------------------------------------------------------- news
+
+    def _post(self, news: News) -> None:
+        """In the engine's thread: hand news to the event loop's."""
+        assert self._asyncio is not None
+        if not self._asyncio.is_closed():
+            self._asyncio.call_soon_threadsafe(self._deliver, news)
+
+    def _deliver(self, news: News) -> None:
+        self._news, now = news, monotonic()
+        for call in news.accepted:
+            self._sent.pop(call.name, None)
+            call.accept()
+        for call, refusal in news.failed:
+            self._fail(call, refusal)
+        for call in news.started:
+            self._metrics.start(now - call.arrived)
+        for call, prompt, output in news.outputs:
+            before = [choice.last_at for choice in call.choices]
+            for choice in call.add(prompt, output, now):
+                self._metrics.tokens(call, choice, before[choice.index], now)
+            if call.has_ended and self._open.pop(call.name, None) is not None:
+                self._seconds += SMOOTHING * (now - call.arrived - self._seconds)
+                self._metrics.prompts(call)
+        if news.is_last:
+            self._has_stopped = True
+            for call in list(self._open.values()):
+                self._fail(call, Refusal("the engine has stopped", 500))
+        self._gauge()
+
+    def _fail(self, call: Call, refusal: Refusal) -> None:
+        self._sent.pop(call.name, None)
+        call.fail(refusal)
+        if self._open.pop(call.name, None) is not None:
+            self._metrics.fail(refusal)

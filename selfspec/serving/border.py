@@ -1,0 +1,84 @@
+"""`Border`: what every request passes: API key, size of its body, and its id, which the answer bears, too."""
+
+from __future__ import annotations
+
+import hmac
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from selfspec.serving.bodies import as_json
+from selfspec.serving.config import ServerConfig
+from selfspec.serving.protocol import Refusal
+
+GUARDED = "/v1/"
+REQUEST_ID = "x-request-id"
+
+
+class Border:
+    """ASGI middleware. It passes messages on as they are, so that nothing is held up and disconnects are seen.
+
+    Args:
+        app: what is behind it.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app, self._config = app, config
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        own = headers.get(REQUEST_ID)
+
+        async def marked(message: Message) -> None:
+            if own is not None and message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = own
+            await send(message)
+
+        refusal = self._refusal(scope["path"], headers)
+        if refusal is None:
+            await self._app(scope, _limited(receive, self._config.max_body_bytes), marked)
+        else:
+            await _answer(refusal, marked)
+
+    def _refusal(self, path: str, headers: Headers) -> Refusal | None:
+        key = self._config.api_key
+        if key is not None and path.startswith(GUARDED):
+            given = headers.get("authorization", "").encode()
+            if not hmac.compare_digest(given, f"Bearer {key}".encode()):
+                return Refusal("the API key is missing or wrong", 401, code="invalid_api_key")
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > self._config.max_body_bytes:
+            return _too_large(self._config.max_body_bytes)
+        return None
+
+
+def _limited(receive: Receive, most: int) -> Receive:
+    """The same messages, as long as their bodies come to no more bytes."""
+    seen = 0
+
+    async def limited() -> Message:
+        nonlocal seen
+        message = await receive()
+        seen += len(message.get("body", b""))
+        if seen > most:
+            raise HTTPException(413, _too_large(most).message)
+        return message
+
+    return limited
+
+
+def _too_large(most: int) -> Refusal:
+    return Refusal(f"the body must have at most {most} bytes", 413)
+
+
+async def _answer(refusal: Refusal, send: Send) -> None:
+    body, headers = as_json(refusal.body), [(b"content-type", b"application/json")]
+    headers.append((b"content-length", str(len(body)).encode()))
+    if refusal.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,54 @@
+"""`ServerConfig`: the limits and the names of a server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from selfspec.errors import flag, got, is_number, whole
+
+ENV_API_KEY = "SELFSPEC_API_KEY"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """What a server admits, and how it is called.
+
+    Args:
+        model: the name that clients ask for.
+        api_key: what clients of /v1 must send as a bearer token; None: anybody is served.
+        max_num_seqs: outputs decoded together; default: the LLM's.
+        max_num_cached_tokens: tokens whose keys and values fit at once; see `LLM.engine`.
+        max_waiting_requests: outputs that may wait for a place; more are refused with 429.
+        max_waiting_tokens: prompt tokens that may wait; a single request may exceed it while no other waits.
+        request_timeout: seconds after which a request is ended, waiting included.
+        max_body_bytes: largest request body.
+        log_prompts: write prompts to the log.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    model: str = "selfspec"
+    api_key: str | None = None
+    max_num_seqs: int | None = None
+    max_num_cached_tokens: int | None = None
+    max_waiting_requests: int = 256
+    max_waiting_tokens: int = 1 << 18
+    request_timeout: float = 600.0
+    max_body_bytes: int = 8 << 20
+    log_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("model", "api_key"):
+            text = getattr(self, name)
+            if not (isinstance(text, str) and text) and not (name == "api_key" and text is None):
+                raise ValueError(f"{name} must be a text that is not empty, {got(text)}")
+        for name in ("max_num_seqs", "max_num_cached_tokens"):
+            if getattr(self, name) is not None:
+                whole(name, getattr(self, name), 1)
+        for name in ("max_waiting_requests", "max_waiting_tokens"):
+            whole(name, getattr(self, name), 0)
+        whole("max_body_bytes", self.max_body_bytes, 1)
+        if not (is_number(self.request_timeout) and self.request_timeout > 0):
+            raise ValueError(f"request_timeout must be a number of seconds above 0, {got(self.request_timeout)}")
+        flag("log_prompts", self.log_prompts)

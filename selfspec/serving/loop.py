@@ -1,0 +1,202 @@
+"""`EngineLoop`: the one thread that owns the engine. Calls come in by a queue; news go out once per program."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from threading import Thread
+from time import monotonic
+from typing import Literal, NamedTuple
+
+from selfspec.llm import LLM, LLMEngine
+from selfspec.outputs import RequestOutput
+from selfspec.serving.calls import Call
+from selfspec.serving.config import ServerConfig
+from selfspec.serving.metrics import Metrics
+from selfspec.serving.protocol import CompletionRequest, Refusal
+
+_log = logging.getLogger("selfspec.serving")
+
+
+class Order(NamedTuple):
+    """What the engine's thread is told to do."""
+
+    what: Literal["submit", "cancel", "stop"]
+    call: Call | None = None
+
+
+@dataclass(slots=True)
+class News:
+    """What a program, and the orders before it, came to."""
+
+    accepted: list[Call] = field(default_factory=list)
+    failed: list[tuple[Call, Refusal]] = field(default_factory=list)
+    started: list[Call] = field(default_factory=list)  # a call per prompt that got its first place
+    outputs: list[tuple[Call, int, RequestOutput]] = field(default_factory=list)  # with the prompt's index
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0
+    kv_usage: float = 0.0  # share of the cache in use
+    is_last: bool = False  # the thread has ended
+
+
+class EngineLoop:
+    """Runs an engine in a thread of its own.
+
+    Args:
+        llm: whose engine it makes.
+        deliver: is given all news, in the engine's thread.
+    """
+
+    def __init__(self, llm: LLM, config: ServerConfig, metrics: Metrics, deliver: Callable[[News], None]) -> None:
+        self._llm, self._config, self._metrics, self._deliver = llm, config, metrics, deliver
+        self._orders: SimpleQueue[Order] = SimpleQueue()
+        self._ready: Future[LLMEngine] = Future()
+        self._thread = Thread(target=self._run, name="selfspec-engine", daemon=True)
+        self._live: dict[str, tuple[Call, int]] = {}  # the engine's requests by id, and which prompt of the call it is
+        self._unstarted: dict[str, int] = {}  # those that have no place yet, and their tokens
+        self._news = News()
+
+    def start(self) -> LLMEngine:
+        """Make the engine, which may take seconds, and serve; the engine, of which only constants may be read.
+
+        Raises:
+            what `LLM.engine` raises.
+        """
+        self._thread.start()
+        return self._ready.result()
+
+    def submit(self, call: Call) -> None:
+        """Decode a call."""
+        self._orders.put(Order("submit", call))
+
+    def cancel(self, call: Call) -> None:
+        """Nobody waits for a call any more: its pages are free with the next program."""
+        self._orders.put(Order("cancel", call))
+
+    def stop(self) -> None:
+        """End the thread, after the program that it runs; waits for that."""
+        self._orders.put(Order("stop"))
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    # ------------------------------------------------------------------------------------------ the engine's thread
+
+    def _run(self) -> None:
+        try:
+            config = self._config
+            engine = self._llm.engine(
+                max_num_seqs=config.max_num_seqs, max_num_cached_tokens=config.max_num_cached_tokens
+            )
+        except BaseException as problem:
+            self._ready.set_exception(problem)
+            return
+        self._ready.set_result(engine)
+        try:
+            while self._turn(engine):
+                pass
+            engine.remember()
+        except Exception:
+            _log.exception("the engine failed: every request ends, and /health says so")
+        finally:
+            self._deliver(News(is_last=True))
+
+    def _turn(self, engine: LLMEngine) -> bool:
+        """Do what is ordered, and run a program if there is something to decode; False: it is told to stop."""
+        for order in self._next_orders(wait=not engine.has_unfinished_requests()):
+            if order.call is None:
+                return False
+            if order.what == "submit":
+                self._add(engine, order.call)
+            else:
+                self._drop(engine, order.call)
+        self._end_late(engine)
+        if engine.has_unfinished_requests():
+            self._step(engine)
+        self._tell(engine)
+        return True
+
+    def _next_orders(self, wait: bool) -> list[Order]:
+        orders = [self._orders.get()] if wait else []
+        while True:
+            try:
+                orders.append(self._orders.get_nowait())
+            except Empty:
+                return orders
+
+    def _add(self, engine: LLMEngine, call: Call) -> None:
+        for index, prompt in enumerate(call.prompts):
+            name = f"{call.name}/{index}"
+            try:
+                engine.add_request(name, prompt, call.params)
+            except Exception as problem:
+                self._drop(engine, call)
+                self._news.failed.append((call, refusal_of(problem)))
+                return
+            self._live[name] = call, index
+            self._unstarted[name] = len(prompt) * call.params.n
+        self._news.accepted.append(call)
+
+    def _drop(self, engine: LLMEngine, call: Call) -> None:
+        for index in range(len(call.prompts)):
+            name = f"{call.name}/{index}"
+            self._unstarted.pop(name, None)
+            if self._live.pop(name, None) is not None:
+                engine.abort(name)
+
+    def _end_late(self, engine: LLMEngine) -> None:
+        now = monotonic()
+        for call in {id(call): call for call, _ in self._live.values() if call.deadline <= now}.values():
+            self._fail(engine, call, Refusal("the request took longer than the server allows", 504, code="timeout"))
+
+    def _fail(self, engine: LLMEngine, call: Call, error: Refusal) -> None:
+        self._drop(engine, call)
+        self._news.failed.append((call, error))
+
+    def _step(self, engine: LLMEngine) -> None:
+        """A program. An error that ends a request is that request's own; any other is the engine's."""
+        before = engine.num_running + engine.num_waiting
+        try:
+            outputs = engine.step(self._metrics.round)
+        except Exception:
+            if engine.num_running + engine.num_waiting >= before:
+                raise
+            _log.warning("a request failed; the others go on", exc_info=True)
+            return  # the next step says which
+        running = engine.running | {output.request_id for output in outputs}
+        for name in [name for name in self._unstarted if name in running]:
+            del self._unstarted[name]
+            self._news.started.append(self._live[name][0])
+        for output in outputs:
+            self._take(engine, output)
+
+    def _take(self, engine: LLMEngine, output: RequestOutput) -> None:
+        if output.request_id not in self._live:
+            return  # it was ended here before
+        call, index = self._live[output.request_id]
+        if any(own.finish_reason == "abort" for own in output.outputs):  # nobody asked for that
+            self._fail(engine, call, Refusal("decoding this request failed", 500))
+            return
+        if output.finished:
+            del self._live[output.request_id]
+        self._news.outputs.append((call, index, output))
+
+    def _tell(self, engine: LLMEngine) -> None:
+        news, self._news = self._news, News()
+        news.num_running, news.num_waiting = engine.num_running, engine.num_waiting
+        news.num_waiting_tokens = sum(self._unstarted.values())
+        news.kv_usage = engine.kv_cache_usage
+        self._deliver(news)
+
+
+def refusal_of(problem: Exception) -> Refusal:
+    """What the library refuses is the client's mistake; anything else is ours."""
+    if not isinstance(problem, ValueError):
+        _log.error("a request could not be taken", exc_info=problem)
+        return Refusal(f"the request could not be taken ({type(problem).__name__})", 500)
+    message = str(problem)
+    name = message.partition(" ")[0]
+    return Refusal(message, param=name if name in CompletionRequest.model_fields else None)

@@ -1,0 +1,165 @@
+"""`Metrics`: what /metrics tells. What vLLM measures too has vLLM's names, which dashboards read."""
+
+from __future__ import annotations
+
+from collections import Counter as Counts
+from collections.abc import Callable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from selfspec.control.plan import LOOKUP
+from selfspec.decoding.results import Round
+from selfspec.serving.calls import Call, Choice
+from selfspec.serving.protocol import Refusal
+
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
+
+
+class Metrics:
+    """The figures of one server, in a registry of its own. All methods may be called in any thread.
+
+    Args:
+        model: the label `model_name`.
+    """
+
+    def __init__(self, model: str) -> None:
+        self.registry, self._model = CollectorRegistry(), model
+        gauge, counter, histogram = self._maker(Gauge), self._maker(Counter), self._maker(Histogram)
+        self._running = gauge("vllm:num_requests_running", "Outputs that have a place in the batch.")
+        self._waiting = gauge("vllm:num_requests_waiting", "Outputs that wait for a place.")
+        self._kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of the cache's pages in use, in 0..1.")
+        self._prefix_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self._prefix_hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that ended.")
+        self._new_tokens = counter("vllm:generation_tokens", "New tokens.")
+        self._success = counter("vllm:request_success", "Outputs that ended, by reason.", "finished_reason")
+        self._rejections = counter("vllm:admission_rejections", "Requests that were not admitted.", "reason")
+        self._errors = counter("selfspec_request_errors", "Requests that ended with an error.", "status")
+        seconds = {"buckets": SECONDS}
+        self._queue = histogram("vllm:request_queue_time_seconds", "Arrival to a place in the batch.", **seconds)
+        self._first = histogram("vllm:time_to_first_token_seconds", "Arrival to the first token.", **seconds)
+        self._between = histogram("vllm:inter_token_latency_seconds", "Between two pieces of an output.", **seconds)
+        per_token = "First token to last, by the tokens after the first."
+        self._per_token = histogram("vllm:request_time_per_output_token_seconds", per_token, **seconds)
+        self._whole = histogram("vllm:e2e_request_latency_seconds", "Arrival to the end.", **seconds)
+        self._prompt = histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", buckets=TOKENS)
+        self._output = histogram("vllm:request_generation_tokens", "Tokens of an output.", buckets=TOKENS)
+        self._drafts = counter("vllm:spec_decode_num_drafts", "Drafts: a row in a round that drafted for it.")
+        self._drafted = counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens.")
+        self._accepted = counter("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.")
+        by_position = "Accepted draft tokens by position in the draft."
+        self._positions = counter("vllm:spec_decode_num_accepted_tokens_per_pos", by_position, "position")
+        self._rounds = counter(
+            "selfspec_rounds", "Rounds by drafter: exit, lookup, or plain without a draft.", "drafter"
+        )
+        self._exits = counter("selfspec_exit_rounds", "Rounds that a layer drafted, by that layer.", "exit_layer")
+        self._lengths = histogram("selfspec_draft_length", "Drafted tokens of a draft.", buckets=LENGTHS)
+        self._wasted = counter("selfspec_wasted_tokens", "Tokens decoded beyond the end of an output.")
+        self._stages = counter("selfspec_engine_seconds", "Seconds of the engine by stage.", "stage")
+
+    def _maker(self, kind: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that makes metrics of this kind, labelled by the model."""
+
+        def make(name: str, help: str, *labels: str, **more: Any) -> Any:
+            made = kind(name, help, ("model_name", *labels), registry=self.registry, **more)
+            return _Labelled(made, self._model) if labels else made.labels(self._model)
+
+        return make
+
+    def text(self) -> bytes:
+        """All of it, in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def gauge(self, running: int, waiting: int, kv_usage: float) -> None:
+        """How the engine is now."""
+        self._running.set(running)
+        self._waiting.set(waiting)
+        self._kv_usage.set(kv_usage)
+
+    def round(self, round_: Round) -> None:
+        """Count a round."""
+        self._stages.of("prefill").inc(round_.seconds.prefill)
+        if round_.plan is None:
+            return
+        self._stages.of("decode").inc(round_.seconds.total - round_.seconds.prefill - round_.seconds.control)
+        self._stages.of("control").inc(round_.seconds.control)
+        layer = round_.exit_layer
+        self._rounds.of("plain" if layer is None else "lookup" if layer == LOOKUP else "exit").inc()
+        if layer:
+            self._exits.of(layer).inc()
+        if round_.num_wasted:
+            self._wasted.inc(round_.num_wasted)
+        positions = Counts[int]()
+        drafts = drafted = accepted = tokens = 0
+        for row in round_.rows:
+            tokens += len(row.tokens)
+            if not row.drafted:
+                continue
+            drafts += 1
+            drafted += len(row.drafted) + row.num_beside
+            accepted += row.num_accepted
+            positions[row.num_accepted] += 1
+            self._lengths.observe(len(row.drafted))
+        self._new_tokens.inc(tokens)
+        if drafts:
+            self._drafts.inc(drafts)
+            self._drafted.inc(drafted)
+            self._accepted.inc(accepted)
+        for position in range(max(positions, default=0)):
+            self._positions.of(position).inc(sum(n for accepted, n in positions.items() if accepted > position))
+
+    def reject(self, reason: str) -> None:
+        """Count a request that was not admitted."""
+        self._rejections.of(reason).inc()
+
+    def start(self, seconds: float) -> None:
+        """Count a request that got a place so many seconds after it came."""
+        self._queue.observe(seconds)
+
+    def tokens(self, call: Call, choice: Choice, last_at: float | None, now: float) -> None:
+        """Count what a program added to an output. `last_at`: when the piece before came; None: there was none."""
+        if choice.last_at != last_at:
+            if last_at is None:
+                self._first.observe(now - call.arrived)
+            else:
+                self._between.observe(now - last_at)
+        if choice.finish_reason is None:
+            return
+        self._success.of(choice.finish_reason).inc()
+        self._output.observe(choice.num_tokens)
+        self._whole.observe(now - call.arrived)
+        if choice.first_at is not None and choice.last_at is not None and choice.num_tokens > 1:
+            self._per_token.observe((choice.last_at - choice.first_at) / (choice.num_tokens - 1))
+
+    def prompts(self, call: Call) -> None:
+        """Count the prompts of a call that ended."""
+        self._prompt_tokens.inc(call.num_prompt_tokens)
+        self._prefix_queries.inc(call.num_prompt_tokens)
+        self._prefix_hits.inc(call.num_cached_tokens)
+        for prompt in call.prompts:
+            self._prompt.observe(len(prompt))
+
+    def abort(self, call: Call) -> None:
+        """Count a call whose client went away."""
+        self._success.of("abort").inc(sum(choice.finish_reason is None for choice in call.choices))
+
+    def fail(self, refusal: Refusal) -> None:
+        """Count a call that ended with an error."""
+        self._errors.of(refusal.status).inc()
+
+
+class _Labelled:
+    """A metric with a label beside the model's name; the metric of every value is looked up once."""
+
+    def __init__(self, metric: Any, model: str) -> None:
+        self._metric, self._model = metric, model
+        self._made: dict[Any, Any] = {}
+
+    def of(self, value: Any) -> Any:
+        """The metric of this value."""
+        if value not in self._made:
+            self._made[value] = self._metric.labels(self._model, value)
+        return self._made[value]

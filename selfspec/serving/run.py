@@ -1,0 +1,101 @@
+"""`DrainingServer`: the application behind uvicorn, which a signal drains and ends."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+from time import monotonic
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from selfspec.llm import LLM
+from selfspec.serving.admission import Dispatcher
+from selfspec.serving.app import create_app
+from selfspec.serving.config import ServerConfig
+
+SECONDS_TO_SEND = 5  # that connections have for what is left of their answers, once no request runs
+
+
+class DrainingServer(uvicorn.Server):
+    """The application behind a socket. It starts and stops the engine itself, so that errors there come out of `run`.
+
+    Told to stop by a signal, it refuses new requests with 503 until those that run have ended or met the deadline. A
+    second signal ends it at once.
+
+    Args:
+        port: 0 takes a free one.
+        say: is given a line when it listens.
+
+    Raises:
+        ValueError: host and port cannot be listened at.
+    """
+
+    def __init__(
+        self, llm: LLM, config: ServerConfig, host: str, port: int, say: Callable[[str], None] = print
+    ) -> None:
+        self._socket = _bound(host, port)
+        app = create_app(llm, config)
+        options: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "lifespan": "off"}
+        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=SECONDS_TO_SEND, **options))
+        self._dispatcher: Dispatcher = app.state.server.dispatcher
+        self._model, self._seconds, self._say = config.model, config.request_timeout, say
+        self._stops_at: float | None = None
+        self._signal: int | None = None  # the first that it got
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}"
+        """Where it listens."""
+
+    def run(self, sockets: Any = None) -> None:
+        """Serve until SIGTERM or Ctrl-C.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C ended it.
+            what `LLM.engine` raises.
+        """
+        try:
+            super().run([self._socket])
+        finally:
+            self._socket.close()
+        if self._signal == signal.SIGINT:
+            raise KeyboardInterrupt
+
+    async def startup(self, sockets: Any = None) -> None:
+        await self._dispatcher.start()
+        await super().startup(sockets)
+        self._say(f"serving {self._model} at {self.url}")
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        await super().shutdown(sockets)
+        await self._dispatcher.stop()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._signal is not None:
+            self.should_exit = self.force_exit = True
+            return
+        self._signal = sig
+        self._stops_at = monotonic() + self._seconds
+        self._dispatcher.is_draining = True
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._stops_at is not None and (self._dispatcher.num_open == 0 or monotonic() >= self._stops_at):
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket at that address; it does not listen yet, so that nobody connects before the engine is there."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with ExitStack() as unless_bound:
+            made = unless_bound.enter_context(socket.socket(family, kind, protocol))
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(address)
+            unless_bound.pop_all()
+    except OSError as problem:
+        raise ValueError(
+            f"host and port must be free and this machine's, got {host} and {port} ({problem.strerror}); choose others"
+        ) from problem
+    return made

@@ -1,0 +1,128 @@
+"""A server on a socket of its own, in a thread, and the model behind it; policies by which tests hold it up."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+
+from selfspec import LLM, SpeculativeConfig
+from selfspec.control.plan import Plan, Policy
+from selfspec.serving.config import ServerConfig
+from selfspec.serving.run import DrainingServer
+from tests.cli_fixtures import TEMPLATE
+from tests.helpers import Schedule
+from tests.models import build
+from tests.tokenizers import byte_tokenizer
+
+MODEL = "tiny"
+PATIENCE = 30.0  # seconds that tests wait for what must come
+
+
+def speaker(policy=None, **options):
+    """A random model of bytes with a chat template, whose policy throws dice; texts hold many broken characters."""
+    model = build("llama", vocab_size=257, eos_token_id=256, pad_token_id=256, max_position_embeddings=512)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    speculative = SpeculativeConfig(policy=policy or Schedule(0, 4))
+    return LLM(model, tokenizer=tokenizer, speculative=speculative, **options)
+
+
+class Gate(Policy):
+    """Plain decoding that goes on while the gate is open."""
+
+    def __init__(self):
+        self.open, self.reached = threading.Event(), threading.Event()
+
+    def plan(self, rows):
+        self.reached.set()
+        assert self.open.wait(PATIENCE), "nobody opened the gate"
+        return Plan(None, ())
+
+
+class Slow(Policy):
+    """Plain decoding, a round at a time, each after so many seconds."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def plan(self, rows):
+        time.sleep(self.seconds)
+        return Plan(None, ())
+
+
+class Breaks(Policy):
+    """Plain decoding that fails when it is told to."""
+
+    def __init__(self):
+        self.is_broken = False
+
+    def plan(self, rows):
+        if self.is_broken:
+            raise RuntimeError("the policy is broken")
+        return Plan(None, ())
+
+
+class Served:
+    """A running server and a client of it."""
+
+    def __init__(self, server):
+        self.server, self.url = server, server.url
+        self.http = httpx.Client(base_url=server.url, timeout=PATIENCE)
+
+    def complete(self, prompt="Hello", **fields):
+        return self.http.post("/v1/completions", json={"prompt": prompt, **fields})
+
+    def text(self, prompt="Hello", **fields):
+        answer = self.complete(prompt, **fields)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"]
+
+    def metric(self, name, **labels):
+        """The value of a metric; 0 where there is none."""
+        wanted = "".join(rf'(?=[^}}]*{label}="{value}")' for label, value in labels.items())
+        found = re.search(rf"^{name}\{{{wanted}[^}}]*\}} (\S+)$", self.http.get("/metrics").text, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    def stop(self):
+        """What SIGTERM does; a second one ends it at once."""
+        self.server.handle_exit(signal.SIGTERM, None)
+
+
+@contextmanager
+def serving(llm, **config):
+    """A server of this model while the block runs."""
+    ready = threading.Event()
+    server = DrainingServer(llm, ServerConfig(model=MODEL, **config), "127.0.0.1", 0, lambda line: ready.set())
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    served = Served(server)
+    try:
+        assert ready.wait(PATIENCE), "the server did not come up"
+        yield served
+    finally:
+        served.http.close()
+        served.stop()
+        served.stop()
+        thread.join(PATIENCE)
+        assert not thread.is_alive(), "the server did not end"
+
+
+def eventually(holds, what="it"):
+    """Wait until something holds."""
+    end = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < end, f"{what} never came to hold"
+        time.sleep(0.01)
+
+
+def gather(*coroutines):
+    async def all_of_them():
+        return await asyncio.gather(*coroutines)
+
+    return asyncio.run(all_of_them())

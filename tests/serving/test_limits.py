@@ -1,0 +1,264 @@
+"""Limits and faults: full queues, deadlines, clients that go or read slowly, draining, and errors of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+import torch
+
+from selfspec import SamplingParams, SpeculativeConfig
+from selfspec.outputs import CompletionOutput, RequestOutput
+from selfspec.serving.calls import Call
+from selfspec.serving.config import ServerConfig
+from selfspec.serving.loop import EngineLoop
+from selfspec.serving.metrics import Metrics
+from selfspec.serving.run import DrainingServer
+from tests.helpers import Always
+from tests.serving.server import PATIENCE, Breaks, Gate, Slow, eventually, serving, speaker
+from tests.serving.test_protocol import events, refused
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(16) as made:
+        yield made
+
+
+def is_idle(served):
+    return served.metric("vllm:num_requests_running") == served.metric("vllm:num_requests_waiting") == 0
+
+
+def test_a_full_queue_says_when_to_come_back_and_recovers(pool):
+    gate = Gate()
+    with serving(speaker(gate), max_num_seqs=1, max_waiting_requests=2) as served:
+        texts = [pool.submit(served.text, "x", max_tokens=4)]
+        assert gate.reached.wait(PATIENCE)
+        texts += [pool.submit(served.text, "x", max_tokens=4) for _ in range(2)]
+        eventually(lambda: served.metric("vllm:num_requests_waiting") == 3)  # the first one's program has not ended
+        answer = served.complete("x", max_tokens=4)
+        refused(answer, 429, "let", "wait")
+        assert 1 <= int(answer.headers["retry-after"]) <= 60
+        gate.open.set()
+        assert len({text.result() for text in texts}) == 1
+        assert served.metric("vllm:admission_rejections_total", reason="queue_full") == 1
+        assert served.text("x", max_tokens=4) == texts[0].result()
+
+
+def test_prompt_tokens_that_wait_are_bounded_too(pool):
+    gate = Gate()
+    with serving(speaker(gate), max_num_seqs=1, max_waiting_tokens=30) as served:
+        first = pool.submit(served.text, "x" * 20, max_tokens=2)
+        assert gate.reached.wait(PATIENCE)
+        second = pool.submit(served.text, "x" * 200, max_tokens=2)  # alone it may be longer than what may wait
+        eventually(lambda: served.metric("vllm:num_requests_waiting") == 2)
+        refused(served.complete("x" * 20, max_tokens=2), 429, "220 prompt tokens wait")
+        gate.open.set()
+        assert first.result() is not None and second.result() is not None
+
+
+def test_what_can_never_fit_is_refused():
+    with serving(speaker(), max_num_seqs=2, max_num_cached_tokens=128, max_waiting_requests=2) as served:
+        refused(served.complete("x" * 100, max_tokens=100), 400, "exceeds the engine's")
+        refused(served.complete(["x"] * 5), 400, "at most 4 outputs", param="prompt")
+        assert served.complete("x" * 100, max_tokens=20).status_code == 200
+
+
+def test_a_request_meets_its_deadline_and_its_place_is_free():
+    with serving(speaker(Slow(0.03)), max_num_seqs=1, request_timeout=0.5) as served:
+        before = served.text("x", max_tokens=3)
+        refused(served.complete(max_tokens=500, ignore_eos=True), 504, "longer than the server allows")
+        *chunks, last = events(served.complete(max_tokens=500, ignore_eos=True, stream=True))
+        assert chunks and last["error"]["code"] == "timeout"
+        assert served.text("x", max_tokens=3) == before
+        assert served.metric("selfspec_request_errors_total", status="504") == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_place_at_the_next_program(stream):
+    with serving(speaker(Slow(0.03)), max_num_seqs=1) as served:
+        body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": stream}
+        with httpx.Client(base_url=served.url) as leaving:
+            try:
+                with leaving.stream("POST", "/v1/completions", json=body, timeout=0.4) as answer:
+                    next(answer.iter_raw())
+            except httpx.ReadTimeout:
+                assert not stream
+        eventually(lambda: served.metric("vllm:request_success_total", finished_reason="abort") == 1)
+        eventually(lambda: is_idle(served))
+        assert served.complete("x", max_tokens=3).status_code == 200
+
+
+def test_a_client_that_waits_and_goes_away_leaves_the_queue(pool):
+    gate = Gate()
+    with serving(speaker(gate), max_num_seqs=1) as served:
+        first = pool.submit(served.text, "x", max_tokens=4)
+        assert gate.reached.wait(PATIENCE)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{served.url}/v1/completions", json={"prompt": "x"}, timeout=0.3)
+        gate.open.set()
+        assert first.result() is not None
+        eventually(lambda: is_idle(served))
+        assert served.metric("vllm:request_success_total", finished_reason="abort") == 1
+        assert served.metric("vllm:generation_tokens_total") == 4
+
+
+def test_a_slow_reader_holds_up_nobody_and_gets_all_of_its_text():
+    llm = speaker()
+    with serving(llm, max_num_seqs=2) as served:
+        body = b'{"prompt": "x", "max_tokens": 450, "ignore_eos": true, "stream": true, "logprobs": 20}'
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        slow = socket.socket()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect((httpx.URL(served.url).host, httpx.URL(served.url).port))
+        with slow:
+            slow.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            assert slow.recv(1)
+            [wanted] = llm.generate("neighbour", SamplingParams(max_tokens=30))
+            assert served.text("neighbour", max_tokens=30) == wanted.outputs[0].text
+            eventually(lambda: is_idle(served))  # the engine is done with the slow one, too
+            received = b""
+            while part := slow.recv(1 << 16):
+                received += part
+        assert b'"finish_reason":"length"' in received and received.rstrip().endswith(b"0") and b"[DONE]" in received
+
+
+def test_what_a_reader_has_not_taken_is_put_together():
+    """A stream holds at most one piece per output, however many programs have passed."""
+
+    async def scene():
+        call = Call("a", [[1]], SamplingParams(), 9.0)
+        for i in range(1000):
+            call.add(0, RequestOutput("a", None, [1], [CompletionOutput(0, "x", [i])], False), float(i))
+        taken = [piece async for pieces in _first(call) for piece in pieces]
+        assert [(piece.text, piece.token_ids) for piece in taken] == [("x" * 1000, list(range(1000)))]
+
+    asyncio.run(scene())
+
+
+async def _first(call):
+    async for pieces in call.changes():
+        yield pieces
+        return
+
+
+def test_told_to_stop_it_ends_what_runs_and_refuses_what_comes(pool):
+    with serving(speaker(Slow(0.03)), max_num_seqs=2) as served:
+        with served.http.stream(
+            "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 20, "stream": True}
+        ) as one:
+            lines = one.iter_lines()
+            next(lines)
+            served.stop()
+            refused(served.complete(max_tokens=2), 503, "shuts down")
+            assert served.http.get("/health").status_code == 503
+            rest = "\n".join(lines)
+            assert '"finish_reason":"length"' in rest and "[DONE]" in rest
+        with pytest.raises(httpx.TransportError):
+            eventually(lambda: served.http.get("/health").status_code != 503, "the end")
+
+
+def test_an_error_of_the_engine_fails_every_request_and_health(pool):
+    policy = Breaks()
+    with serving(speaker(policy), max_num_seqs=1) as served:
+        assert served.complete(max_tokens=4).status_code == 200
+        assert served.http.get("/health").status_code == 200
+        policy.is_broken = True
+        several = [pool.submit(served.complete, max_tokens=9) for _ in range(3)]
+        stream = pool.submit(served.complete, max_tokens=9, stream=True)
+        assert {answer.result().status_code for answer in several} <= {500, 503}
+        assert 500 in {answer.result().status_code for answer in several}
+        assert stream.result().status_code in (500, 503) or "engine has stopped" in stream.result().text
+        assert served.http.get("/health").status_code == 503
+        refused(served.complete(), 503, "lost its engine")
+        assert is_idle(served)
+
+
+def test_an_error_in_one_request_is_its_own():
+    """Its logits processor raises; the requests beside it go on to the same text."""
+
+    def raises(ids, logits):
+        raise ValueError("a processor fails")
+
+    llm = speaker(Always(2, 3))
+    [wanted] = llm.generate("abc", SamplingParams(max_tokens=20))
+    delivered, ended = [], threading.Event()
+
+    def take(news):
+        delivered.append(news)
+        if sum(output.finished for news in delivered for _, _, output in news.outputs) == 2:
+            ended.set()
+
+    async def calls():  # they belong to an event loop
+        bad = SamplingParams(max_tokens=20, logits_processors=raises)
+        good = SamplingParams(max_tokens=20)
+        return [
+            Call(name, [[*wanted.prompt_token_ids]], params, 99.0)
+            for name, params in (("good", good), ("bad", bad), ("other bad", bad), ("fine", good))
+        ]
+
+    loop = EngineLoop(llm, ServerConfig(max_num_seqs=4), Metrics("m"), take)
+    loop.start()
+    for call in asyncio.run(calls()):
+        loop.submit(call)
+    assert ended.wait(PATIENCE)
+    loop.stop()
+    texts = {"good": "", "fine": ""}
+    for news in delivered:
+        for call, _, output in news.outputs:
+            texts[call.name] += output.outputs[0].text
+    assert set(texts.values()) == {wanted.outputs[0].text}
+    failed = {call.name: refusal.status for news in delivered for call, refusal in news.failed}
+    assert failed == {"bad": 500, "other bad": 500}
+
+
+def test_logits_that_are_no_numbers_end_every_request():
+    llm = speaker()
+    with serving(llm, max_num_seqs=4) as served:
+        wanted = served.text("x", max_tokens=8)
+        weight = llm.target.model.lm_head.weight
+        kept = weight.detach().clone()
+        with torch.no_grad():
+            weight.fill_(float("nan"))
+        ways = [{}, {"temperature": 1.0, "top_p": 0.9, "seed": 1}, {"logprobs": 3}, {"stream": True, "temperature": 1}]
+        for way in ways:
+            assert served.complete("x", max_tokens=8, **way).status_code == 200
+        assert served.complete("x", max_tokens=1, echo=True, logprobs=1).status_code == 200
+        with torch.no_grad():
+            weight.copy_(kept)
+        assert served.text("x", max_tokens=8) == wanted
+
+
+def test_a_clock_that_jumps_ends_nothing(monkeypatch):
+    with serving(speaker(Slow(0.02)), max_num_seqs=1, request_timeout=20) as served:
+        wanted = served.text("x", max_tokens=5)
+        now = time.time()
+        for jump in (-1e9, 1e9):
+            monkeypatch.setattr(time, "time", lambda jump=jump: now + jump)
+            assert served.text("x", max_tokens=5) == wanted
+        assert served.metric("vllm:e2e_request_latency_seconds_sum") < 20
+
+
+def test_an_engine_that_cannot_be_made_is_an_error_of_the_start():
+    llm = speaker().with_speculative(SpeculativeConfig(policy="fixed", exit_layer=99))
+    with pytest.raises(ValueError, match="exit_layer"):
+        DrainingServer(llm, ServerConfig(), "127.0.0.1", 0).run()
+
+
+def test_an_address_in_use_is_refused_in_a_sentence():
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ValueError, match="choose others"):
+        DrainingServer(speaker(), ServerConfig(), "127.0.0.1", taken.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"request_timeout": 0}, {"max_waiting_requests": -1}, {"api_key": ""}, {"model": ""}, {"max_body_bytes": 0}],
+)
+def test_a_wrong_limit_is_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        ServerConfig(**wrong)

@@ -1,0 +1,125 @@
+"""`selfspec serve` as a process: what it says, signals, kill -9 and a start on the same port."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests import cli_fixtures
+from tests.cli_fixtures import TEMPLATE, assert_refused, save_model
+
+run = cli_fixtures.run
+ROOT = Path(__file__).parents[2]
+STARTS_IN = 180.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("served"), template=TEMPLATE)
+
+
+def test_without_the_extra_a_sentence_says_what_to_install(run, monkeypatch):
+    monkeypatch.setattr("selfspec.cli.serve.PARTS", ("fastapi", "no_such_package"))
+    assert_refused(run("serve", "demo"), 1, "no_such_package", "pip install 'selfspec[serve]'")
+
+
+@pytest.mark.slow
+def test_selfspec_imports_without_the_servers_packages():
+    code = (
+        "import sys\n"
+        "for name in ('fastapi', 'uvicorn', 'prometheus_client', 'pydantic'): sys.modules[name] = None\n"
+        "import selfspec.cli, selfspec.llm"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=STARTS_IN, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--port", 70000), ("--max-num-seqs", 0), ("--request-timeout", 0), ("--api-key", "")]
+)
+def test_wrong_limits_are_refused_before_anything_is_loaded(run, option, value):
+    assert_refused(run("serve", "demo", option, value), 2, option)
+
+
+class Process:
+    """A served model."""
+
+    def __init__(self, folder, *options, port=0, **variables):
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
+        command = [sys.executable, "-m", "selfspec", "serve", folder, "--port", port, "--backend", "views", *options]
+        command += ["--policy", "fixed", "--served-model-name", "m"]
+        self.process = subprocess.Popen(
+            [str(part) for part in command], cwd=ROOT, env=variables, stderr=subprocess.PIPE, text=True
+        )
+        self.said = []
+        for line in self.process.stderr:
+            self.said.append(line)
+            if "serving m at" in line:
+                break
+        else:
+            pytest.fail("".join(self.said))
+        self.url = line.split(" at ")[1].strip()
+
+    def end(self, which, timeout=60):
+        self.process.send_signal(which)
+        _, rest = self.process.communicate(timeout=timeout)
+        return self.process.returncode, rest
+
+
+@pytest.mark.slow
+def test_a_server_answers_hides_prompts_and_ends_by_sigterm_when_its_requests_have(folder):
+    served = Process(folder, SELFSPEC_API_KEY="key")
+    headers = {"Authorization": "Bearer key"}
+    body = {"prompt": "a secret", "max_tokens": 200, "ignore_eos": True, "stream": True}
+    assert httpx.post(f"{served.url}/v1/completions", json=body).status_code == 401
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, headers=headers, timeout=60) as answer:
+        lines = answer.iter_lines()
+        first = next(lines)
+        served.process.send_signal(signal.SIGTERM)
+        text = "\n".join(lines)
+    code, rest = served.end(signal.SIGTERM)
+    assert first.startswith("data: ") and '"finish_reason":"length"' in text and "[DONE]" in text
+    assert code == 0 and "secret" not in rest and "Traceback" not in rest
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_it_with_its_own_exit_code(folder):
+    code, rest = Process(folder).end(signal.SIGINT)
+    assert code == 130 and "Traceback" not in rest
+
+
+@pytest.mark.slow
+def test_killed_it_starts_again_on_the_same_port_and_gives_the_same_text(folder):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    body = {"prompt": "abc", "max_tokens": 30, "temperature": 0.8, "seed": 3}
+    texts = []
+    for _ in range(2):
+        begin = time.monotonic()
+        served = Process(folder, port=port)
+        taken = time.monotonic() - begin
+        texts.append(httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"])
+        with httpx.stream("POST", f"{served.url}/v1/completions", json=body | {"stream": True}, timeout=60):
+            served.end(signal.SIGKILL)
+        assert taken < STARTS_IN
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
+def test_an_address_in_use_and_prompts_where_they_are_asked_for(folder):
+    served = Process(folder, "--log-prompts")
+    assert httpx.post(f"{served.url}/v1/completions", json={"prompt": "no secret"}, timeout=60).status_code == 200
+    port = served.url.rsplit(":", 1)[1]
+    command = [sys.executable, "-m", "selfspec", "serve", str(folder), "--port", port, "--backend", "views"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=STARTS_IN, check=False)
+    assert done.returncode == 2 and "choose others" in done.stderr and "Traceback" not in done.stderr
+    code, rest = served.end(signal.SIGTERM)
+    assert code == 0 and "no secret" in rest
