@@ -9,9 +9,9 @@ order of arrival, draft length and exit layer, and speculation equals plain deco
 On CUDA, `selfspec.executors.cuda.exact_runner` does the same from recordings: only products run in constant shapes,
 where their rounding depends on shapes, and attention sums over fixed parts of a row.
 
-Keys and values at a position are a function of the tokens up to there, and of which of these positions are below the
-prompt's length rounded down to a multiple of `wide`. So two rows may share a page if their tokens are equal up to its
-end, and each of these positions is on the same side of that bound in both rows.
+Keys and values at a position are a function of the tokens up to there, and of which of these positions are among the
+first `num_wide` tokens of the prompt. So two rows may share a page if their tokens are equal up to its end, and the
+same of these positions are among those first ones in both rows.
 """
 
 from __future__ import annotations

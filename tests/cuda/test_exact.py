@@ -75,11 +75,12 @@ def run(target, prompts, policy, batch, keep_logits, seed=0, chunk=512, page_siz
         (lambda: Schedule(1, 4), 3, 20, 32, False),
         (lambda: Schedule(2, 4), 4, 7, 16, True),
         (lambda: seconds(3), 2, 50, 16, True),
+        (lambda: seconds(4), 2, 50, 16, False),
     ],
-    ids=["rounds", "layers", "trees"],
+    ids=["rounds", "layers", "trees", "rounds without trees"],
 )
 def test_tokens_and_logits_are_those_of_plain_decoding_alone(family, dtype, make, batch, chunk, page_size, keep_logits):
-    """Whole rounds, segments where logits are kept, and trees, which run eagerly."""
+    """Whole rounds, segments where logits are kept, and trees, which run eagerly; recorded rounds leave them out."""
     made = target(family, dtype)
     runner = made.exact_stack.runner
     assert isinstance(runner.narrow, BlockViews if made.stack.llama is None else ExactBody)
