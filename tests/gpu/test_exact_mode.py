@@ -5,6 +5,7 @@ import torch
 
 from eval.synthetic import random_prompts, synthetic_target
 from selfspec.decoding.engine import Engine
+from selfspec.executors.cuda.exact_body import ExactBody
 from tests.helpers import Schedule, drain
 
 pytestmark = pytest.mark.gpu
@@ -23,7 +24,7 @@ def test_random_plans_give_the_bits_of_plain_decoding(dtype, width):
         num_key_value_heads=width // 128,
     )
     runner = target.exact_stack.runner
-    assert runner is not None
+    assert isinstance(runner.narrow, ExactBody)
     prompts = random_prompts(target.stack.vocab_size, 5, 150)
     options = {"max_new_tokens": 24, "keep_logits": True}
     for seed in range(3):

@@ -31,12 +31,12 @@ Signature = tuple[tuple[Size, ...], bool]
 
 def with_fixed_order(kernels: Kernels, is_wide: bool = False) -> Kernels:
     """The kernels, whose attention sums in a constant order. `is_wide`: calls have many new tokens of a row."""
-    least, split = (WIDE_TILE, WIDE_SPLIT) if is_wide else (LEAST_TILE, SPLIT)
 
     def attend(queries: Tensor, keys: Tensor, *given: Any) -> Tensor:
         share = queries.shape[1] // keys.shape[2]
+        least = WIDE_TILE if is_wide and queries.element_size() < 4 else LEAST_TILE  # float32 is summed in registers
         tile_rows = max(least, 1 << (share - 1).bit_length())
-        return kernels.attend(queries, keys, *given, tile_rows=tile_rows, split=split)
+        return kernels.attend(queries, keys, *given, tile_rows=tile_rows, split=WIDE_SPLIT if is_wide else SPLIT)
 
     return kernels._replace(attend=attend)
 
