@@ -27,7 +27,7 @@ def difference(stack: Stack) -> str:
         Exception: whatever the model's forward raises.
     """
     generator = torch.Generator().manual_seed(0)
-    lengths = LENGTHS if stack.device.type == "cpu" else CUDA_LENGTHS
+    lengths = [min(n, stack.context_limit) for n in (LENGTHS if stack.device.type == "cpu" else CUDA_LENGTHS)]
     prompts = [torch.randint(stack.vocab_size, (n,), generator=generator).to(stack.device) for n in lengths]
     alone = [_alone(stack, prompt) for prompt in prompts]
     for exit_layer in sorted({max(1, stack.num_layers // 4), stack.num_layers // 2}):
