@@ -144,6 +144,8 @@ class Stack:
         for body in (self.compiled, self.recorded):
             if body is not None:
                 body.refresh(deeply)
+        if deeply and self.runner is not None:
+            self.runner.refresh()
 
     @property
     def context_limit(self) -> int:

@@ -266,6 +266,24 @@ def test_edits_of_weights_are_seen(packing, edit):
     assert after == generate(model, prompts[0], 12) != before
 
 
+@pytest.mark.parametrize("packing", [None, "share"])
+def test_a_model_that_was_moved_is_recorded_anew(packing):
+    """As after `model.cpu()` and `model.cuda()`: the device, the dtype and the parameters are those of before."""
+    model, prompts = build("llama"), make_prompts([9])
+    target = with_runner(Target(model, engine="views"), packing=packing)
+    before = target.generate(prompts, max_new_tokens=6, exit_layer=1)[0].tokens
+    for number in (*model.parameters(), *model.buffers()):
+        number.data = number.data.clone()
+    model.lm_head.weight.data = model.lm_head.weight.data.flip(0)
+    recorded = target.stack.runner.graphs.num_recorded
+    after = target.generate(prompts, max_new_tokens=6, exit_layer=1)[0].tokens
+    assert after == generate(model, prompts[0], 6) != before
+    recorded, earlier = target.stack.runner.graphs.num_recorded, recorded
+    assert recorded > earlier
+    target.generate(prompts, max_new_tokens=6, exit_layer=1)
+    assert target.stack.runner.graphs.num_recorded == recorded, "only once"
+
+
 def test_edits_in_place_are_seen_without_a_deep_look():
     linears = Stack(build("llama")).llama.layers[0].linears()[:3]
     packed, x = PackedLinear(linears, "copy"), torch.randn(2, 32)

@@ -29,6 +29,7 @@ from selfspec.executors.cuda.whole_round import WholeRound
 from selfspec.kernels.suite import Kernels, has_triton, triton_kernels
 from selfspec.model.draft_vocabulary import HeldSubset
 from selfspec.model.kv_cache import PackedRows, PagedCache
+from selfspec.model.quantized import is_dense
 from selfspec.model.self_check import TOLERANCE, split_error
 
 _log = logging.getLogger("selfspec")
@@ -106,6 +107,8 @@ class Runner:
         self.refused: str | None = None
         """The first operation that could not be recorded; everything then runs eagerly."""
         self._heads = stack.exit_heads
+        self._weights = [one for one in (*stack.model.parameters(), *stack.model.buffers()) if is_dense(one)]
+        self._addresses = self._addresses_now()
         self._parts = WeakValueDictionary[int, HeldSubset]()  # by size; recordings hold them
         self._given: dict[bool, Tensor] = {}  # input buffers of layers, for tokens and for hidden states
         # A target may serve several threads; buffers and the memory of recordings are shared.
@@ -127,6 +130,20 @@ class Runner:
             cache, dropped = self.storages.lend(num_pages, page_size)
             self.graphs.forget(lambda key: any(key[0] is one for one in dropped))  # type: ignore[index]
             return cache
+
+    def refresh(self) -> None:
+        """Drop all recordings if weights are in other memory than before, since recordings read the earlier memory.
+
+        The weights move where `.data` is assigned, as by `model.cpu()` and then `model.cuda()`.
+        """
+        with self._lock:
+            addresses = self._addresses_now()
+            if addresses != self._addresses:
+                self._addresses = addresses
+                self.graphs.forget(lambda key: True)
+
+    def _addresses_now(self) -> list[int]:
+        return [weight.data_ptr() for weight in self._weights]
 
     def run(
         self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: dict[int, Tensor | None] | None = None
