@@ -55,6 +55,9 @@ class Worker:
         response = {"status_code": told.status_code, "request_id": body.get("id", ""), "body": body}
         return {"id": f"batch_req_{line.number}", "custom_id": line.custom_id, "response": response, "error": None}
 
+    def ready(self) -> None:
+        """Returns once the model has been loaded, for those who wait for it on Ray."""
+
     async def _start(self) -> None:
         import httpx
 
@@ -114,7 +117,9 @@ def answer_on_ray(
     with cluster(num_replicas, device) as share:
         again = {"max_restarts": RESTARTS, "max_task_retries": RESTARTS}
         made = ray.remote(Worker).options(max_concurrency=num_together, **share, **again)
-        pool = ActorPool([made.remote(*make_worker) for _ in range(num_replicas)] * num_together)
+        workers = [made.remote(*make_worker) for _ in range(num_replicas)]
+        ray.get([worker.ready.options(max_task_retries=0).remote() for worker in workers])
+        pool = ActorPool(workers * num_together)
         for line in lines:
             if not pool.has_free():
                 write(pool.get_next_unordered())

@@ -7,7 +7,9 @@ gone or is full, the next one answers. Without the header, requests are spread. 
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic, sleep
@@ -27,6 +29,7 @@ NAME = "selfspec"  # of the application in Ray Serve
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 REPLICA_ID = "x-replica-id"  # header of answers
 HEALTH_PERIOD = 2.0  # seconds between two questions; a replica that fails three of them is replaced
+OWN_ERROR = r"^selfspec\.[\w.]+: "  # the name of an exception whose message is a sentence
 STARTS = 2  # tries to start a replica before that is an error
 
 
@@ -35,7 +38,8 @@ class ReplicaError(RuntimeError):
 
     def __init__(self, told: str) -> None:
         lines = [line.strip() for line in told.splitlines() if line.strip()]
-        super().__init__(f"a replica failed: {lines[-1] if lines else 'Ray does not say why'}")
+        last = lines[-1] if lines else "Ray does not say why"
+        super().__init__(f"a replica failed: {re.sub(OWN_ERROR, '', last)}")
 
 
 class Replica:
@@ -112,6 +116,7 @@ def replicated(
     with cluster(num_replicas, device) as share:
         from ray import serve
 
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # it tells what it does, line by line
         most = (config.max_num_seqs or 1) + config.max_waiting_requests
         deployment = serve.deployment(
             serve.ingress()(Replica),
@@ -166,23 +171,20 @@ def cluster(num_workers: int, device: str | None = None) -> Iterator[dict[str, f
     Raises:
         ImportError: Ray is not installed.
         ReplicaError: a process on Ray failed.
-        ValueError: there are fewer GPUs than workers.
+        ValueError: there are fewer CPUs or GPUs than workers.
     """
     import ray
 
     is_own = os.environ.get("RAY_ADDRESS", "local") in ("", "local")
     own: dict[str, Any] = {"num_cpus": max(usable_cores(), num_workers + 1), "include_dashboard": False}
-    ray.init(
-        address="local" if is_own else None, log_to_driver=False, logging_level="warning", **(own if is_own else {})
-    )
+    ray.init(address="local" if is_own else None, log_to_driver=False, logging_level="error", **(own if is_own else {}))
     try:
-        num_gpus = int(ray.cluster_resources().get("GPU", 0))
-        needs_gpu = device != "cpu" and (device is not None or num_gpus > 0)
-        if needs_gpu and num_gpus < num_workers:
-            raise ValueError(
-                f"replicas must be at most {num_gpus}, the GPUs of the Ray cluster, got {num_workers}; "
-                "ask for fewer, or for device cpu"
-            )
+        there = ray.cluster_resources()
+        needs_gpu = device != "cpu" and (device is not None or there.get("GPU", 0) > 0)
+        for name in ["CPU"] + ["GPU"] * needs_gpu:
+            if num_workers > (most := int(there.get(name, 0))):
+                sentence = f"replicas must be at most {most}, the {name}s of the Ray cluster, got {num_workers}"
+                raise ValueError(sentence + "; ask for fewer" + ", or for device cpu" * (name == "GPU"))
         yield {"num_cpus": 1, "num_gpus": int(needs_gpu)}
     except ray.exceptions.RayError as problem:
         raise ReplicaError(str(problem)) from problem

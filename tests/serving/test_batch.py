@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,10 @@ import pytest
 from selfspec import LLM, SamplingParams, SpeculativeConfig
 from tests import cli_fixtures
 from tests.cli_fixtures import TEMPLATE, assert_refused, save_model
+from tests.serving import replica
+from tests.serving.server import speaker
 
-run = cli_fixtures.run
+run, local_ray = cli_fixtures.run, replica.local_ray
 ROOT = Path(__file__).parents[2]
 PATIENCE = 300.0
 PLAIN = ("--policy", "plain", "--backend", "views", "--served-model-name", "m")
@@ -169,3 +172,44 @@ def test_stopped_in_the_middle_a_batch_gives_each_id_once(folder, llm, tmp_path,
         params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.9, seed=number)
         assert texts[str(number)] == llm.generate(f"prompt {number}", params)[0].outputs[0].text
     assert set(texts) == {str(number) for number in range(40)}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_a_batch_on_two_actors_is_that_of_one_process(run, local_ray, folder, tmp_path):
+    lines = written(tmp_path / "in", [*(sampled(str(number)) for number in range(12)), "no object"])
+    found = []
+    for name, options in (("one", ()), ("two", ("--replicas", 2))):
+        done = run("batch", folder, "--input", lines, "--output", tmp_path / name, *PLAIN, *options)
+        assert done.code == 0 and "13 lines answered, 1 of them with an error" in done.err, done.err
+        answers = read(tmp_path / name)
+        assert answers.pop("line-13")["error"] is not None
+        found.append({own: text_of(answer) for own, answer in answers.items()})
+    assert found[0] == found[1] and len(found[0]) == 12
+    done = run("batch", tmp_path / "none", "--input", lines, "--output", tmp_path / "three", "--replicas", 1, "-q")
+    assert done.code == 1 and "a replica failed" in done.err and "Traceback" not in done.err, done.err
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_killed_actor_did_is_done_again(local_ray, tmp_path):
+    from selfspec.serving.batch import UNLIMITED, answer_on_ray
+    from selfspec.serving.batch_files import Line
+    from selfspec.serving.config import ServerConfig
+
+    body = {"max_tokens": 30, "temperature": 1.1, "ignore_eos": True}
+    lines = [Line(at, str(at), "/v1/completions", {"prompt": f"x{at}", "seed": at, **body}) for at in range(12)]
+    answers = []
+
+    def write(answer):
+        answers.append(answer)
+        if len(answers) == 3:
+            os.kill(int(min(file.name for file in tmp_path.iterdir())), signal.SIGKILL)
+
+    made = partial(replica.make_worker, tmp_path), ServerConfig(max_num_seqs=2, **UNLIMITED)
+    answer_on_ray(made, lines, write, 2, 2, "cpu")
+    params = [SamplingParams(seed=at, **body) for at in range(12)]
+    wanted = speaker().generate([f"x{at}" for at in range(12)], params)
+    found = {int(answer["custom_id"]): text_of(answer) for answer in answers}
+    assert len(answers) == 12 and [found[at] for at in range(12)] == [output.outputs[0].text for output in wanted]
+    assert len(list(tmp_path.iterdir())) == 3  # processes were started

@@ -1,4 +1,4 @@
-"""Two replicas on a local Ray give the same text, while one is killed or its engine fails; batches on two actors."""
+"""Two replicas on a local Ray give the same text, while one is killed or its engine fails."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from threading import Barrier
 
@@ -18,28 +17,15 @@ import pytest
 
 from selfspec import SamplingParams
 from tests import cli_fixtures
-from tests.cli_fixtures import assert_refused, save_model
+from tests.cli_fixtures import assert_refused
+from tests.serving import replica
 from tests.serving.replica import make
 from tests.serving.server import MODEL, speaker
 
-run = cli_fixtures.run
-ROOT = Path(__file__).parents[2]
+run, local_ray = cli_fixtures.run, replica.local_ray
 PATIENCE = 400.0  # seconds; a replica imports torch when it starts
 SESSIONS = [f"session {number}" for number in range(12)]
 PROMPT, WAY = "Hä?", {"max_tokens": 150, "temperature": 1.1, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def local_ray():
-    """Ray on this machine, for processes that find this repository."""
-    if find_spec("ray") is None:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("needs Ray: pip install 'selfspec[ray]'")
-    paths = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
-    told = {"RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in told.items():
-            patch.setenv(name, value)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -195,24 +181,3 @@ class TestReplicas:
 
 def answered(url, at):
     return ask(url, at)[1]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_a_batch_on_two_actors_is_that_of_one_process(run, local_ray, tmp_path):
-    folder = save_model(tmp_path / "model")
-    lines = [{"custom_id": str(at), "prompt": f"x{at}", "temperature": 0.9, "max_tokens": 20} for at in range(12)]
-    (tmp_path / "in").write_text("".join(json.dumps(line) + "\n" for line in [*lines, "no object"]))
-    found = []
-    for name, options in (("one", ()), ("two", ("--replicas", 2))):
-        given = "--input", tmp_path / "in", "--output", tmp_path / name, "--policy", "fixed", "--backend", "views"
-        done = run("batch", folder, *given, *options)
-        assert done.code == 0 and "13 lines answered, 1 of them with an error" in done.err
-        answers = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
-        assert len(answers) == 13
-        texts = {one["custom_id"]: one["response"] and one["response"]["body"]["choices"] for one in answers}
-        found.append(texts)
-    assert found[0] == found[1]
-    assert_refused(
-        run("batch", tmp_path / "none", *given[:3], tmp_path / "three", "--replicas", 1, "-q"), 1, "a replica failed"
-    )
