@@ -72,7 +72,7 @@ def _serve_replicas(options: Serve, number: int) -> None:
             )
             with talk.waiting(f"starting {number} replicas of {options.model}"):
                 url = running.enter_context(made)
-            _say(talk, f"serving {options.served_model_name or options.model} at {url} by {number} replicas")
+            _say(talk, f"serving {options.served_model_name or options.model} by {number} replicas at {url}")
             if _wait_for_signal() == signal.SIGINT:
                 raise KeyboardInterrupt
 
