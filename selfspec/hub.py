@@ -86,6 +86,7 @@ def open_target(
     if exit_heads is None and (own := file_beside(model, exit_heads_file, local_only)) is not None:
         heads = ExitHeads.load(own)
     options: dict[str, Any] = {"engine": engine, "attention": attention, "graphs": graphs}
+    options["owned"] = opened is not model
     target = kind(opened, tokenizer, check=check, exit_heads=heads, file=file, **options)
     if (stored := file_beside(model, profile.STORED, local_only)) is not None:
         target.remembered.stored_prior = profile.stored_prior(stored, target.stack)

@@ -49,6 +49,13 @@ class LLM:
             precision, too; see `selfspec.model.exact`.
         max_num_seqs: sequences decoded together; others wait.
         speculative: how drafts are made.
+        prefix_cache: whether a prompt that begins like an earlier prompt or output uses its keys and values, and is
+            read from where it differs. With compiled layers and in exact mode these are the same bits; else they may be
+            rounded differently, as between any two batch sizes. Default: with compiled layers, in exact mode and on a
+            GPU.
+        prefix_cache_tokens: tokens of them that are kept from one call of `generate`, `chat` or `stream` to the next,
+            the least recently used ones going first; 0: none. They are freed with the LLM. Where several threads call
+            at once, one of them finds what was kept. An engine has a cache of its own, of `max_num_cached_tokens`.
 
     Raises:
         FileNotFoundError, OSError: no such model, or files that cannot be read.
@@ -76,7 +83,11 @@ class LLM:
         exact: bool = False,
         max_num_seqs: int = 8,
         speculative: SpeculativeConfig | None = None,
+        prefix_cache: bool | None = None,
+        prefix_cache_tokens: int = 4096,
     ) -> None:
+        self._prefix_cache = prefix_cache if prefix_cache is None else flag("prefix_cache", prefix_cache)
+        self.prefix_cache_tokens = whole("prefix_cache_tokens", prefix_cache_tokens, 0)
         self.max_num_seqs, self.exact = whole("max_num_seqs", max_num_seqs, 1), flag("exact", exact)
         self.speculative = _config(speculative)
         self.target: Target = open_target(
@@ -95,6 +106,14 @@ class LLM:
     def tokenizer(self) -> Any:
         """The model's tokenizer, or None."""
         return self.target.tokenizer
+
+    @property
+    def prefix_cache(self) -> bool:
+        """Whether prompts that begin like earlier ones are read from where they differ."""
+        if self._prefix_cache is not None:
+            return self._prefix_cache
+        stack = self.target.stack
+        return self.exact or stack.compiled is not None or stack.device.type == "cuda"
 
     def with_speculative(self, speculative: SpeculativeConfig) -> Self:
         """The same opened model with other drafts. Acceptance statistics and responses are its own; exit heads stay
@@ -225,7 +244,12 @@ class LLM:
             all_asked.append(asked)
         drafting = self.speculative.drafting()
         rounds = self.target.rounds(
-            requests, **drafting, max_batch_size=self.max_num_seqs, exact=self.exact, burst=burst
+            requests,
+            **drafting,
+            max_batch_size=self.max_num_seqs,
+            exact=self.exact,
+            burst=burst,
+            prefix_cache_tokens=self.prefix_cache_tokens if self.prefix_cache else None,
         )
         return outputs, all_asked, rounds
 
@@ -256,7 +280,7 @@ class LLMEngine:
             max_cached_tokens=max_num_cached_tokens,
             prefill_chunk=prefill_chunk,
             exact=llm.exact,
-            reuse_prefix=reuse and target.engine == "compiled",  # the same bits, whatever was read before
+            prefix_cache=llm.prefix_cache,
         )
         self._rows: dict[str, list[int]] = {}
         self._made: list[RequestOutput] = []  # and not handed out, since `on_round` raised
@@ -338,13 +362,32 @@ class LLMEngine:
 
     @property
     def kv_cache_usage(self) -> float:
-        """The share of the cache's pages that are in use, in 0..1."""
-        cache = self._engine.cache
-        return 1 - cache.num_free_pages / cache.num_pages
+        """The share of the cache's pages that running requests hold, in 0..1."""
+        return self.num_pages_in_use / self.num_pages
 
     def remember(self) -> None:
         """Keep what was learned of acceptance; the LLM's next call or engine starts from it."""
         self._llm.target.remember(self._engine)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of keys and values."""
+        return self._engine.cache.num_pages
+
+    @property
+    def num_pages_in_use(self) -> int:
+        """Those that running requests hold. The others are free, or are freed when they are needed."""
+        return self._engine.num_pages_in_use
+
+    @property
+    def prefix_queries(self) -> int:
+        """Prompt tokens of requests that began to run, since the engine was made; 0 without a prefix cache."""
+        return self._engine.prefix_queries
+
+    @property
+    def prefix_hits(self) -> int:
+        """Those of them whose keys and values were there already."""
+        return self._engine.prefix_hits
 
 
 def several_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

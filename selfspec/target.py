@@ -17,12 +17,15 @@ from selfspec.control.costs import Costs
 from selfspec.control.plan import Policy
 from selfspec.decoding.engine import Engine, page_size_of
 from selfspec.decoding.generation_config import Stored
+from selfspec.decoding.prefix_cache import PrefixCache
+from selfspec.decoding.prefix_store import PrefixStore
 from selfspec.decoding.request import Options, Prompts, Request, make_requests
 from selfspec.decoding.results import Round
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.responses import Responses
 from selfspec.errors import got, refuse_unknown, whole
 from selfspec.executors.cpu.install import check_engine, choose
+from selfspec.executors.cuda.exact_runner import install_exact
 from selfspec.executors.cuda.runner import install
 from selfspec.kernels.room import give_back
 from selfspec.learn import Learner
@@ -38,7 +41,7 @@ from selfspec.remembered import Remembered, Way, way_of
 _log = logging.getLogger("selfspec")
 
 
-MADE_FROM = ("model", "tokenizer", "_check", "_exit_heads", "_engine", "_attention", "_graphs")  # a target is
+MADE_FROM = ("model", "tokenizer", "_check", "_exit_heads", "_engine", "_attention", "_graphs", "_owned")  # a target is
 WHOLE_BURST = 0.25  # seconds: nobody sees rounds one by one, and an interrupt need not wait for long
 
 
@@ -61,6 +64,8 @@ class Target:
             in float32 beside), or "auto": compiled where it serves the model and fits half of the free memory.
         file: what the model's GGUF file holds of its weights. The compiled engine packs that; the float32 weights are
             then only in memory where something else reads them.
+        owned: whether selfspec loaded the model itself, so that weights may be moved in memory: on CUDA, those that are
+            multiplied with the same input are put one after the other. Their numbers stay.
 
     Raises:
         UnsupportedModelError: the model cannot be split, with the reason.
@@ -80,8 +85,9 @@ class Target:
         attention: str = "auto",
         graphs: bool = True,
         file: FileWeights | None = None,
+        owned: bool = False,
     ) -> None:
-        self.model, self.tokenizer, self._check = model, tokenizer, check
+        self.model, self.tokenizer, self._check, self._owned = model, tokenizer, check, owned
         self._attention, self._graphs, self._file = attention, graphs, file
         self._engine = check_engine(engine)
         if not check and engine not in ("auto", "views"):
@@ -118,6 +124,7 @@ class Target:
         self._state = copied_state(self.model)
         self.responses = Responses()
         """Finished responses of the calls that reuse them; another model may not know their tokens."""
+        self._prefixes = PrefixStore()
         self.stack = Stack(self.model, self._attention, self._file)
         refuse_autocast(self.stack.device)
         if not self._check:
@@ -126,7 +133,7 @@ class Target:
         """Largest logit difference between split and whole model, in standard deviations of the logits."""
         self._stored = Stored(self.stack.model)
         if self._graphs:
-            install(self.stack)
+            install(self.stack, owned=self._owned)
         self.exit_heads = self._exit_heads
         self._exact: ExactStack | None = None
         if self._file is not None and self.engine == "compiled":
@@ -202,7 +209,7 @@ class Target:
         if self.stack.engine == "compiled":
             return self.stack
         if self._exact is None:
-            self._exact = ExactStack(self.stack)
+            self._exact = ExactStack(self.stack, install=install_exact)
         return self._exact
 
     def costs(self, batch_size: int = 1, exact: bool = False) -> Costs:
@@ -257,6 +264,7 @@ class Target:
         learn: Learner | bool = False,
         exact: bool = False,
         burst: float | None = None,
+        prefix_cache_tokens: int | None = None,
     ) -> Iterator[Round]:
         """Decode requests in an engine of their own; a row's `request_id` is the request's index.
 
@@ -278,6 +286,9 @@ class Target:
                 is made at the first such call and kept.
             exact: run every call in constant shapes, see `selfspec.model.exact`.
             burst: seconds after which no further round of a program begins; default: a thirtieth.
+            prefix_cache_tokens: read prompts that begin alike once, and keep keys and values of so many tokens for the
+                next call that names a number here, the least recently used ones going first. One call at a time gets
+                what was kept. 0: keep none after the call; None: read every prompt. See `Engine`.
 
         Raises:
             ValueError: an argument out of range, or a request that does not fit the model; a `DatastoreError` where the
@@ -286,10 +297,11 @@ class Target:
             UnsupportedModelError: `exact` where it is not exact for this model on this device.
         """
         whole("max_batch_size", max_batch_size, 1)
+        kept = None if prefix_cache_tokens is None else whole("prefix_cache_tokens", prefix_cache_tokens, 0)
         if copied_state(self.model) != self._state:  # another adapter, device, dtype, hook since the model was opened
             self._file = None
             self._open()
-        self.stack.refresh(deeply=True)
+        (self.exact_stack if exact else self.stack).refresh(deeply=True)
         learner = self.learner_of(learn, exit_layer)
         batch = max(1, min(max_batch_size, len(requests)))
         limit = self.stack.context_limit
@@ -299,6 +311,10 @@ class Target:
         if self.stack.num_layers > 1 and self.stack.ranks is None:
             way = way_of(policy, exit_layer, num_draft_tokens, drafts, exact, datastore is not None)
         known = None if way is None else self.remembered.go_on(way, lambda: self.costs(batch, exact))
+        prefix, stack = None, self.exact_stack if exact else self.stack
+        if kept is not None:
+            kept = kept if stack.ranks is None else 0
+            prefix = self._prefixes.take(stack, batch * longest, kept, page_size_of(stack))
         try:
             engine = Engine(
                 self,
@@ -313,14 +329,17 @@ class Target:
                 learn=learner,
                 exact=exact,
                 burst=burst,
+                prefix_cache=False if prefix is None else prefix,
             )
             for request in requests:
                 engine.submit(request)
         except BaseException:
+            if prefix is not None:
+                self._prefixes.keep(stack, prefix, kept or 0)
             if way is not None and known is not None:
                 self.remembered.keep(known, way)
             raise
-        return self._remembering(engine, way)
+        return self._remembering(engine, way, prefix, kept or 0)
 
     def learner_of(self, learn: Learner | bool, exit_layer: int | None) -> Learner | None:
         """Who trains exit heads for a caller who says `learn`, see `rounds`; None: nobody does."""
@@ -335,20 +354,29 @@ class Target:
             learn.cover([exit_layer])
         return learn
 
-    def _remembering(self, engine: Engine, way: Way | None) -> Iterator[Round]:
-        """The engine's rounds; what its policy saw of this model's acceptance is where the next one starts."""
+    def _remembering(
+        self, engine: Engine, way: Way | None, prefix: PrefixCache | None, num_kept: int
+    ) -> Iterator[Round]:
+        """The engine's rounds; what its policy saw of this model's acceptance is where the next one starts, and with
+        the keys and values in `prefix`."""
+        prefixes = self._prefixes
         is_exiting = sys.is_finalizing  # a local, since modules are empty when the interpreter closes open generators
         try:
             yield from engine.run()
         except GeneratorExit:  # between two rounds
             if not is_exiting():
                 self._end(engine, way)
+                if prefix is not None:
+                    engine.leave()
+                    prefixes.keep(engine.stack, prefix, num_kept)
             raise
         except BaseException:  # anywhere: nobody knows what state the policy is in
             with suppress(Exception):  # what was raised matters more than statistics
                 self.remember(engine)
             raise
         self._end(engine, way)
+        if prefix is not None:
+            prefixes.keep(engine.stack, prefix, num_kept)
 
     def _end(self, engine: Engine, way: Way | None) -> None:
         if way is None or not isinstance(engine.policy, Adaptive):

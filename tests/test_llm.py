@@ -225,9 +225,8 @@ def test_an_engine_reads_the_document_of_two_questions_once_where_no_bit_can_cha
     with torch.inference_mode(way == "inference"):
         model = build("llama")
     assert model.lm_head.weight.is_inference() == (way == "inference")
-    reuses = {"reuse_responses": way != "off"}
     how = {"backend": "views" if way == "views" else "compiled", "exact": way == "exact"}
-    llm = LLM(model, **how, speculative=SpeculativeConfig(**PLD, **reuses))
+    llm = LLM(model, **how, speculative=SpeculativeConfig(**PLD), prefix_cache=False if way == "off" else None)
     document, params = make_prompts([40])[0], SamplingParams(max_tokens=12, logprobs=2, ignore_eos=True)
     engine = llm.engine(max_num_seqs=2, max_num_cached_tokens=128)
     first, found = asked(engine, [*document, 5, 6], params)

@@ -59,11 +59,14 @@ class TimedRounds:
         self._cache, self._pages = _rows(stack, num_rows, self._room)
         self._far = _rows(stack, 1, far_room + 8 * FURTHER)
         self._executors = [
-            executors_for(stack, cache, self.picker, new_seconds=lambda: _Laps(self.now))
+            [one for one in executors_for(stack, cache, self.picker, new_seconds=self._new_laps) if one.times_stages]
             for cache in (self._cache, self._far[0])
         ]
         self._grown: dict[tuple[int, int, Plan], int] = {}
         self._inputs: dict[tuple[int, bool], torch.Tensor] = {}
+
+    def _new_laps(self) -> _Laps:
+        return _Laps(self.now)
 
     def laps(
         self, num_rows: int, context: int, plan: Plan, further: int, uneven: int = 0

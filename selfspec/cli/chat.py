@@ -76,9 +76,8 @@ class Conversation:
         drafting = {name: given.pop(name) for name in names}
         drafting |= {"responses": target.responses if given.pop("reuse_responses") else None}
         self._sampling = given | {"seed": options.seed}
-        reuses = target.stack.engine == "compiled" or not options.exact
         with as_sentences(), talk.waiting("preparing to decode"):
-            alone = {"max_batch_size": 1, "max_cached_tokens": self._room, "reuse_prefix": reuses}
+            alone = {"max_batch_size": 1, "max_cached_tokens": self._room, "prefix_cache": True}
             self.engine = Engine(target, policy=policy, learn=learner, **alone, **drafting)
 
     def reset(self) -> None:

@@ -13,6 +13,8 @@ from selfspec.control.plan import Plan, Policy
 from selfspec.control.rows import RoundOutcome, RowOutcome, StageSeconds
 from selfspec.decoding.checked import CheckedPolicy
 from selfspec.decoding.policy_choice import Decodable, policy_for
+from selfspec.decoding.prefix_cache import PrefixCache
+from selfspec.decoding.prompt_chunks import PromptChunks
 from selfspec.decoding.request import Completion, Request
 from selfspec.decoding.results import Round, RowResult
 from selfspec.decoding.row import Row
@@ -60,9 +62,10 @@ class Engine:
         max_batch_size: rows decoded together; more wait their turn.
         max_cached_tokens: tokens whose keys and values fit at once, over all rows; rows wait until theirs fit. A row
             takes pages for its prompt and all it may emit when it joins, so that it can never run out half-way.
-        page_size: tokens a page holds; default: a row's equal share on CPU (its keys are then one contiguous view), 64
-            on CUDA, or what the attention backend asks for.
-        prefill_chunk: most prompt tokens read per step, so that long prompts do not hold up running rows.
+        page_size: tokens a page holds; default: 64, or what the attention backend asks for; on CPU without a prefix
+            cache a row's equal share, since its keys are then one contiguous view.
+        prefill_chunk: most prompt tokens read per step, so that long prompts do not hold up running rows. On CUDA, they
+            are also at most as many as take a thirtieth of a second while other rows decode.
         learn: a `selfspec.learn.Learner` of this target, which improves its exit heads between rounds.
         datastore: an open `selfspec.drafting.datastore.Datastore` of the target's tokenizer: where `adaptive` drafts by
             lookup, texts of the corpus continue a row, too.
@@ -71,10 +74,11 @@ class Engine:
         exact: run every call in constant shapes, so that speculation equals plain decoding bit for bit in any number
             format, and no row depends on its neighbours; see `selfspec.model.exact`.
         burst: seconds after which no further round of a program begins, where its plan names no deadline; default: a
-            thirtieth.
-        reuse_prefix: keep the keys and values of the row that ended last until another request needs their memory: a
-            prompt that begins with the same tokens, as the next turn of a conversation does, is read from where it
-            differs.
+            thirtieth, and the program with a row's first token has one round.
+        prefix_cache: keep keys and values of prompts and outputs until other requests need their memory: a prompt that
+            begins as one of them does is read from where it differs. With compiled layers and in exact mode these are
+            the same bits, else the same up to rounding. Or the `PrefixCache` of an earlier engine of the same target
+            that has ended, whose pages are then used, instead of `max_cached_tokens`.
 
     Raises:
         ValueError: an argument is out of range; a `DatastoreError` where the datastore holds tokens that the model does
@@ -98,29 +102,26 @@ class Engine:
         responses: Responses | None = None,
         exact: bool = False,
         burst: float | None = None,
-        reuse_prefix: bool = False,
+        prefix_cache: bool | PrefixCache = False,
     ) -> None:
         if burst is not None and not (is_number(burst) and burst >= 0):
             raise ValueError(f"burst must be a number of seconds, at least 0, got {burst!r}")
         whole("max_batch_size", max_batch_size, 1)
         whole("prefill_chunk", prefill_chunk, 1)
         flag("exact", exact)
-        flag("reuse_prefix", reuse_prefix)
+        prefix = prefix_cache if isinstance(prefix_cache, PrefixCache) else None
+        has_prefixes = prefix is not None or flag("prefix_cache", prefix_cache)
         self.target, self.exact = target, exact
         self.stack = target.exact_stack if exact else target.stack
         refuse_autocast(self.stack.device)
-        if reuse_prefix and self.stack is not target.stack:
-            raise ValueError(
-                "reuse_prefix goes without exact on this model: prompts and outputs are computed in calls of different "
-                "shapes; leave one of them out"
-            )
         self.frequencies = self.stack.frequencies
         """Of the tokens that it reads and writes."""
         if max_cached_tokens is None:
             max_cached_tokens = max_batch_size * min(self.stack.context_limit, DEFAULT_ROW_TOKENS)
         if page_size is None:
             share = max(1, max_cached_tokens // max_batch_size)
-            page_size = share if self.stack.device.type == "cpu" else min(share, page_size_of(self.stack))
+            is_whole = self.stack.device.type == "cpu" and not has_prefixes
+            page_size = share if is_whole else min(share, page_size_of(self.stack))
         if max_cached_tokens < page_size:
             raise ValueError(f"max_cached_tokens must hold a page of {page_size} tokens, got {max_cached_tokens}")
         if learn is not None and self.stack.ranks is not None:
@@ -133,18 +134,23 @@ class Engine:
         if datastore is not None:
             datastore.check_fits(self.stack.vocab_size)
         self.max_batch_size, self.prefill_chunk = max_batch_size, prefill_chunk
-        self.cache = self.stack.new_cache(max_cached_tokens // page_size, page_size)
+        self.chunks = PromptChunks(prefill_chunk, DEADLINE if self.stack.device.type == "cuda" else None)
+        """How many of the prompts' tokens are read between two programs."""
+        if has_prefixes and prefix is None:
+            prefix = PrefixCache(self.stack.new_cache(max_cached_tokens // page_size, page_size), self.stack)
+        self._prefix = prefix
+        self.cache = self.stack.new_cache(max_cached_tokens // page_size, page_size) if prefix is None else prefix.cache
         self.rows: list[Row] = []
         self._picker = Picker(self.stack)
         self._responses = responses
         texts = tuple([one for one in (responses, datastore) if one is not None])
-        self._scheduler = Scheduler(target, self.stack, self.cache, texts, reuse_prefix)
+        self._scheduler = Scheduler(target, self.stack, self.cache, texts, prefix)
         self._cancelled: set[int] = set()
         # Not handed out yet; they outlive a step that raises:
         self._results: list[RowResult] = []  # of a round that has not ended
         self._rounds: list[Round] = []
         self._wasted = 0  # tokens of that round beyond the end of a row
-        self._deadline = DEADLINE if burst is None else burst
+        self._is_watched, self._deadline = burst is None, DEADLINE if burst is None else burst
         self._executors = executors_for(self.stack, self.cache, self._picker, None if learn is None else learn.take)
         self._round_seconds = 0.0  # of the last round
 
@@ -156,6 +162,22 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         return len(self._scheduler)
+
+    @property
+    def num_pages_in_use(self) -> int:
+        """Pages of `cache` that running rows hold; of `cache.num_pages`."""
+        num_idle = 0 if self._prefix is None else self._prefix.num_idle_pages
+        return self.cache.num_pages - self.cache.num_free_pages - num_idle
+
+    @property
+    def prefix_queries(self) -> int:
+        """Prompt tokens that were looked up in the prefix cache."""
+        return 0 if self._prefix is None else self._prefix.num_queried
+
+    @property
+    def prefix_hits(self) -> int:
+        """Prompt tokens that the prefix cache had, and that were not read again."""
+        return 0 if self._prefix is None else self._prefix.num_found
 
     @property
     def has_work(self) -> bool:
@@ -191,9 +213,11 @@ class Engine:
             self._drop_cancelled()
         with torch.inference_mode():
             self._admit()
-            self._executors[-1].prefill(self.rows, self.prefill_chunk, self.policy)
+            if any(not row.is_read for row in self.rows):
+                self.chunks.measured(self._read_prompts)
+            self._scheduler.publish(self.rows)
         clock.lap("prefill")
-        ready = [row for row in self.rows if row.num_cached == len(row.content) - 1]
+        ready = [row for row in self.rows if row.is_read]
         if ready:
             self._run(ready, clock)
         elif self._results or not self._rounds:
@@ -245,6 +269,8 @@ class Engine:
         if any(row.request.stop or row.request.stopping_criteria for row in rows):
             deadline = min(deadline, DEADLINE)  # where they end, what was decoded beyond is in vain
         most = plan.num_rounds if len(rows) == len(self.rows) else 1  # others wait for their prompts to be read
+        if self._is_watched and any(len(row.content) == row.num_prompt_tokens for row in rows):
+            most = 1  # a first token is waited for, and tokens are handed out after a program
         if self.stack.ranks is not None:  # clocks differ between ranks
             in_time = deadline / self._round_seconds if self._round_seconds else 1
             most, deadline = self.stack.agreed(max(1, int(min(most, in_time)))), math.inf
@@ -293,11 +319,29 @@ class Engine:
         while self.has_work:
             yield from self.step()
 
+    def leave(self) -> None:
+        """Give back the pages of all rows. Nothing may be done with the engine after that."""
+        with torch.inference_mode():
+            for row in self.rows:
+                if row.has_pages:
+                    self._scheduler.release(row)
+                    row.has_pages = False
+        self.rows = []
+
     def _admit(self) -> None:
         for row in self._scheduler.admitted(self.max_batch_size - len(self.rows)):
             self.rows.append(row)
             self.frequencies.add(row.request.prompt[row.num_cached :])
             self.stack.refresh()  # a row is decoded by the weights as they are when it joins
+
+    def _read_prompts(self) -> int:
+        """Read a chunk of the prompts; returns the number of its tokens."""
+        readers = self._scheduler.readers(self.rows)
+        before = sum([row.num_cached for row in readers])
+        are_waiting = any(row.is_read for row in self.rows)  # for their next round
+        most = self.stack.agreed(self.chunks.size()) if are_waiting else self.prefill_chunk
+        self._executors[-1].prefill(readers, most, self.policy)
+        return sum([row.num_cached for row in readers]) - before
 
     def _part(self, plan: Plan, rows: Sequence[Row]) -> Part | None:
         """The part of the vocabulary that layers draft over; None: all of it, or no layer drafts."""

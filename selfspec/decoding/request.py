@@ -119,7 +119,7 @@ class Completion:
     scores: list[Tensor] | None = None
     logprobs: list[TokenLogprobs] | None = None  # of every token, where asked
     stop_reason: int | str | None = None  # the stop token or stop string that ended it, if one did
-    num_cached_tokens: int = 0  # of the prompt, that an engine with `reuse_prefix` did not have to read
+    num_cached_tokens: int = 0  # of the prompt, that an engine with a prefix cache did not have to read
     prompt_logprobs: list[TokenLogprobs] | None = None  # of the prompt's tokens but the first, where asked
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -40,6 +41,7 @@ class Row:
     num_found: int = 0  # tokens of the prompt that were in the cache already
     limit: int = 0  # tokens its content may come to
     num_edits: int | None = None  # of weights in place, before it joined; see `PrefixCache`
+    blocks: list[Any] = field(default_factory=list)  # its first pages, which other rows may read; see `PrefixCache`
     _lookup: RowLookup | None = None
 
     def __post_init__(self) -> None:
@@ -53,6 +55,11 @@ class Row:
     @property
     def room(self) -> int:
         return self.limit - len(self.content)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether its next round may begin: all of its content but the last token has keys and values."""
+        return self.num_cached == len(self.content) - 1
 
     @property
     def has_ended(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from selfspec.decoding.checks import check_request
 from selfspec.decoding.policy_choice import Decodable
 from selfspec.decoding.prefix_cache import PrefixCache
+from selfspec.decoding.prefix_key import Reserved
 from selfspec.decoding.request import Options, Request, make_request
 from selfspec.decoding.row import Row
 from selfspec.decoding.stopping import RowText, Stopper, Tokenizer
@@ -24,14 +25,14 @@ class Scheduler:
     Args:
         stack: of the target, and `cache`: where rows' keys and values will be.
         texts: what rows look in besides their own texts.
-        reuse_prefix: see `Engine`.
+        prefix: where prompts that begin alike find their pages; None: nowhere.
     """
 
     def __init__(
-        self, target: Decodable, stack: Stack, cache: PagedCache, texts: tuple[Texts, ...], reuse_prefix: bool
+        self, target: Decodable, stack: Stack, cache: PagedCache, texts: tuple[Texts, ...], prefix: PrefixCache | None
     ) -> None:
         self._target, self._stack, self._cache, self._texts = target, stack, cache, texts
-        self._prefix = PrefixCache(cache, stack.model) if reuse_prefix else None
+        self._prefix = prefix
         self._waiting: deque[tuple[int, Request]] = deque()
         self._next_id = 0
 
@@ -80,24 +81,33 @@ class Scheduler:
             if reserved is None:
                 return
             self._waiting.popleft()
-            row = self._row(request_id, request, *reserved)
+            row = self._row(request_id, request, reserved)
             row.texts = self._texts
             row.num_edits = None if self._prefix is None else self._prefix.count_edits()
             yield row
 
-    def _reserve(self, request: Request) -> tuple[list[int], int] | None:
-        """Pages for a request, and how many tokens of its prompt they hold; None where too few are free."""
+    def readers(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """The rows that may read their prompts now; see `PrefixCache.readers`."""
+        return rows if self._prefix is None else self._prefix.readers(rows)
+
+    def publish(self, rows: Sequence[Row]) -> None:
+        """Let prompts that begin alike find what these rows have read and written."""
+        if self._prefix is not None:
+            self._prefix.publish(rows)
+
+    def _reserve(self, request: Request) -> Reserved | None:
+        """Pages for a request; None where too few are free."""
         need = self._num_cached_at_end(request)
         if self._prefix is not None:
             scored = request.prompt_logprobs is not None  # all of the prompt is read, for its logits
             return self._prefix.reserve(request.prompt[:1] if scored else request.prompt, need)
         pages = self._cache.reserve(need)
-        return None if pages is None else (pages, 0)
+        return None if pages is None else Reserved(pages, [], 0)
 
     def release(self, row: Row) -> None:
         """Take back the pages of a row that ended."""
         if self._prefix is not None:
-            self._prefix.keep(row)
+            self._prefix.release(row)
         else:
             self._cache.release(row.pages, row.limit)
 
@@ -105,11 +115,11 @@ class Scheduler:
         """Those of these that wait, as rows without pages; each waits until it is handed out."""
         for pair in [pair for pair in self._waiting if pair[0] in request_ids]:
             self._waiting.remove(pair)
-            row = self._row(*pair, [], 0)
+            row = self._row(*pair, Reserved([], [], 0))
             row.has_pages = False
             yield row
 
-    def _row(self, request_id: int, request: Request, pages: list[int], num_cached: int) -> Row:
+    def _row(self, request_id: int, request: Request, reserved: Reserved) -> Row:
         eos = self._target.eos_token_ids if request.eos is None else request.eos
         ends = frozenset() if request.ignore_eos else eos, frozenset(request.stop_token_ids)
         tokenizer: Tokenizer | None = self._target.tokenizer
@@ -117,7 +127,9 @@ class Scheduler:
         stopper = Stopper(
             self._max_new_tokens(request), ends[0], text, request.stop, request.stopping_criteria, ends[1]
         )
-        return Row(request_id, request, stopper, pages, list(request.prompt), num_cached, num_found=num_cached)
+        pages, blocks, num_cached = reserved
+        content = list(request.prompt)
+        return Row(request_id, request, stopper, pages, content, num_cached, num_found=num_cached, blocks=blocks)
 
     def _max_new_tokens(self, request: Request) -> int:
         return min(request.max_new_tokens, self._stack.context_limit - len(request.prompt))

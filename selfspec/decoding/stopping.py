@@ -165,7 +165,8 @@ class Stopper:
         self.max_new_tokens, self.eos, self._text, self._criteria = max_new_tokens, eos, text, criteria
         self.ends = eos | stop_tokens
         """Tokens that end the row."""
-        self._by_token = bool(stop) or bool(criteria)
+        self.ends_by_token = not stop and not criteria
+        """Whether only these tokens and the length end the row, and neither text nor criteria may."""
 
     @property
     def text(self) -> str:
@@ -181,7 +182,7 @@ class Stopper:
             content: the row's tokens before the block, prompt included.
             emitted: how many of them are new.
         """
-        if self._by_token:
+        if not self.ends_by_token:
             known = 0 if self._text is None else len(self._text)
             try:
                 return self._cut_by_token(content, emitted, block)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec.model.kv_cache import PackedRows, PagedCache, Span, Tree
+from selfspec.model.kv_cache import PackedRows, PagedCache, Span, Tree, tensor_of
 from selfspec.model.stack import Stack, Taps
 
 
@@ -90,7 +90,7 @@ def draft_by_exit(
         if not going:
             break
         if len(going) < len(fed):
-            hidden = hidden[[fed.index(r) for r in going]]
+            hidden = hidden[tensor_of([fed.index(r) for r in going], hidden.device)]
         tokens, kept = choose(hidden, going, step)
         for r in set(going).difference(kept):
             lengths[r] = step + 1  # the token just drafted still runs through the early layers, in the next step
@@ -116,7 +116,7 @@ def _add_branches(
         fed += [row] * (1 + len(more))
         if more:
             tree = Tree((-1, *range(step), *(branch.parent for branch in more)))
-            parts.append(torch.tensor([branch.token for branch in more], device=tokens.device))
+            parts.append(tensor_of([branch.token for branch in more], tokens.device))
             trees[row], span = tree, span._replace(length=1 + len(more), tree=tree)
         wider.append(span)
     return fed, torch.cat(parts), wider
@@ -143,7 +143,7 @@ def _row_major(steps: list[_Step], num_rows: int) -> Draft:
     seen = [step.taps for step in steps if step.taps is not None]
     taps = torch.cat(seen, 1) if seen else None
     if num_rows > 1:
-        index = torch.tensor([slot for row in slots for slot in row], device=tokens.device)
+        index = tensor_of([slot for row in slots for slot in row], tokens.device)
         tokens, hidden = tokens[index], hidden[index]
         taps = None if taps is None else taps[:, index]
     return Draft(tokens, hidden, lengths, taps)

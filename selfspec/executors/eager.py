@@ -100,14 +100,13 @@ class EagerExecutor(Executor):
         plan, device, ends = draft.plan, self.stack.device, [row.content[-1] for row in rows]
         if draft.given is not None:
             return given_draft(ends, [guess.tokens for guess in draft.given], device), None
+        last = tensor_of(ends, device)
         if plan.exit_layer is None:
-            last = tensor_of(ends, device)
             return Draft(last, last, [0] * len(rows)), None
         plan = replace(plan, draft_bits=None)  # copies of layers are for compiled code
         places = [DraftRow(row.pages, len(row.content) - 1, n) for row, n in zip(rows, plan.draft_lengths, strict=True)]
         chooser = DraftPicker(self.stack, self.picker, rows, plan, seconds, penalties)
         beside = None if plan.second_choices is None else chooser.branches
-        last = torch.tensor(ends, device=device)
         exit_layer = plan.exit_layer or 0
         return draft_by_exit(self.stack, self.cache, places, last, exit_layer, chooser, tapped, beside), chooser
 

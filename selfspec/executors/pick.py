@@ -25,7 +25,8 @@ from transformers.generation.logits_process import (
 from selfspec.errors import got, is_number, whole
 from selfspec.kernels.gumbel import NoiseAhead, gumbel
 from selfspec.kernels.layout import SamplingTensors
-from selfspec.kernels.suite import pick_for
+from selfspec.kernels.suite import Pick, pick_for
+from selfspec.model.kv_cache import tensor_of
 
 LEAST_TEMPERATURE = 1e-6
 MAX_NGRAM = 1 << 16
@@ -171,7 +172,7 @@ def scored(
     out = torch.empty_like(logits)
     for kind in kinds:
         members = [i for i, s in enumerate(samplings) if s.filters == kind]
-        index = torch.tensor(members, device=logits.device)
+        index = tensor_of(members, logits.device)
         some = [samplings[i] for i in members]
         out[index] = _scored_alike(logits[index], some, positions[index], noise, subset)
     return out
@@ -192,7 +193,7 @@ def _scored_alike(
         whole = noise(seeds, positions, vocab_size)
         return scores + (whole if subset is None else whole[:, subset.tokens])
     tokens = None if subset is None else subset.tokens.expand(len(logits), -1)
-    return scores + gumbel(torch.tensor(seeds, device=logits.device), positions, vocab_size, tokens)
+    return scores + gumbel(tensor_of(seeds, logits.device), positions, vocab_size, tokens)
 
 
 def pick(
@@ -203,9 +204,9 @@ def pick(
     subset: Subset | None = None,
 ) -> Tensor:
     """Pick one token per packed position: int64 `[N]`. See `scored` for the arguments."""
-    fused = pick_for(logits.device) if subset is None else None
+    fused = pick_for(logits.device)
     if fused is not None:
-        return fused(logits, sampling_tensors(samplings, positions))[0]
+        return _fused_pick(fused, logits, samplings, positions, subset)[0]
     return among(scored(logits, samplings, positions, noise, subset).argmax(-1), subset)
 
 
@@ -217,11 +218,17 @@ def pick_surely(
     subset: Subset | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Picks `[N]`, and how sure each is, see `surely`."""
-    fused = pick_for(logits.device) if subset is None else None
+    fused = pick_for(logits.device)
     if fused is not None:
-        return fused(logits, sampling_tensors(samplings, positions))
+        return _fused_pick(fused, logits, samplings, positions, subset)
     picks, sure = surely(scored(logits, samplings, positions, noise, subset))
     return among(picks, subset), sure
+
+
+def _fused_pick(
+    fused: Pick, logits: Tensor, samplings: Sequence[Sampling], positions: Tensor, subset: Subset | None
+) -> tuple[Tensor, Tensor]:
+    return fused(logits, sampling_tensors(samplings, positions), None, None if subset is None else subset.tokens)
 
 
 def surely(scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ class _Probe(NamedTuple):
 
 
 def prefill(stack: Stack, cache: PagedCache, picker: Picker, rows: Sequence[Row], budget: int, policy: Policy) -> None:
-    """Write keys and values of at most `budget` prompt tokens, row after row.
+    """Write keys and values of at most `budget` prompt tokens.
 
     The last token of each prompt is left to the first round. If the policy requests it, a prompt's last positions are
     probed (`Policy.seed_layers`, `Policy.seed`). Rows that ask for them get the log-probabilities of their prompts.
@@ -40,8 +40,7 @@ def prefill(stack: Stack, cache: PagedCache, picker: Picker, rows: Sequence[Row]
         return
     tokens: list[int] = []
     spans, fed, probes = [], [], []
-    for row in rows:
-        count = min(len(row.content) - 1 - row.num_cached, budget)
+    for row, count in zip(rows, shares([len(row.content) - 1 - row.num_cached for row in rows], budget), strict=True):
         if count <= 0:
             continue
         probe = _probe(row, row.num_cached, count, len(tokens), policy)
@@ -49,7 +48,6 @@ def prefill(stack: Stack, cache: PagedCache, picker: Picker, rows: Sequence[Row]
         spans.append(Span(row.pages, row.num_cached, count))
         tokens += row.content[row.num_cached : row.num_cached + count]
         fed.append((row, count))
-        budget -= count
     if not spans:
         return
     taps: Taps | None = dict.fromkeys(layer for probe in probes for layer in probe.layers) if probes else None
@@ -76,6 +74,25 @@ def _prompt_logprobs(stack: Stack, row: Row, last: Tensor) -> list[TokenLogprobs
     for at in range(0, len(last), SCORED):
         told += token_logprobs(stack.logits(last[at : at + SCORED]), tokens[at : at + SCORED], wanted)
     return told
+
+
+def shares(lacking: Sequence[int], budget: int) -> list[int]:
+    """How many of the tokens that rows lack each of them reads.
+
+    The row that joined first gets half of the budget, so that it comes to its end whatever joins later. The other half
+    goes to those that lack least, so that a short prompt does not wait for a long one. What is left goes to the rows in
+    their order.
+    """
+    taken = [0] * len(lacking)
+    reading = [i for i, lack in enumerate(lacking) if lack > 0]
+    by_need = sorted(reading[1:], key=lambda i: lacking[i])
+    for most, order in ((budget - budget // 2, reading[:1]), (budget // 2, by_need), (budget, reading)):
+        for i in order:
+            count = min(lacking[i] - taken[i], most, budget)
+            taken[i] += count
+            most -= count
+            budget -= count
+    return taken
 
 
 def _probe(row: Row, start: int, count: int, at: int, policy: Policy) -> _Probe | None:

@@ -21,7 +21,7 @@ class Executed(NamedTuple):
     """The result of a round. Its tokens are not yet added to the rows."""
 
     exit_layer: int | None  # the layer that drafted, or `LOOKUP`; None: nothing was drafted
-    verdicts: list[Verdict]  # one per row
+    verdicts: list[Verdict]  # one per row; that of a row that ended in an earlier round has an empty block
     seconds: StageSeconds  # seconds by stage
 
 
@@ -30,6 +30,7 @@ class RoundDraft(NamedTuple):
 
     plan: Plan  # with draft lengths cut to the tokens that the rows may still emit
     given: Sequence[Guess] | None = None  # per row, its draft by lookup, possibly empty; None: not drafted by lookup
+    longest: int = 0  # maximum draft length of a row in this and later rounds; 0: that of this round
 
     def with_matches(self, verdicts: list[Verdict]) -> list[Verdict]:
         """The verdicts, with the match lengths of rows that drafted by lookup."""
@@ -48,6 +49,9 @@ class Executor:
         picker: picks tokens from logits.
         new_seconds: makes the clock of a round.
     """
+
+    times_stages = True
+    """Whether the seconds of its rounds are those of their stages; False: of whole rounds."""
 
     def __init__(
         self, stack: Stack, cache: PagedCache, picker: Picker, new_seconds: Callable[[], StageSeconds] = StageSeconds
@@ -70,7 +74,8 @@ class Executor:
         """Run the rounds of a plan and yield their results.
 
         The caller adds a round's tokens to the rows before it takes the next round. The program ends after
-        `plan.num_rounds` rounds, after a round with a probe, or when a row has ended.
+        `plan.num_rounds` rounds, after a round with a probe, or when a row has ended; at most one more round then
+        follows, which had begun before and in which that row has no part.
 
         Args:
             deadline: seconds after which no further round begins. At least one round runs.
@@ -97,7 +102,8 @@ def next_draft(rows: Sequence[Row], plan: Plan) -> RoundDraft:
             return RoundDraft(Plan(LOOKUP, tuple([len(guess.tokens) for guess in given])), given)
     if next_exit(rows, plan) is not None:
         lengths = tuple([min(length, room) for length, room in zip(plan.draft_lengths, rooms, strict=True)])
-        return RoundDraft(plan if lengths == plan.draft_lengths else replace(plan, draft_lengths=lengths))
+        cut = plan if lengths == plan.draft_lengths else replace(plan, draft_lengths=lengths)
+        return RoundDraft(cut, longest=max(plan.draft_lengths))
     return RoundDraft(Plan(None, (0,) * len(rows), shadow=plan.shadow))
 
 

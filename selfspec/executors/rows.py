@@ -13,10 +13,12 @@ from selfspec.executors.pick import Sampling
 
 
 class Stopper(Protocol):
-    """The tokens that end a row: `ends`."""
+    """What ends a row."""
 
     @property
-    def ends(self) -> Collection[int]: ...
+    def ends(self) -> Collection[int]: ...  # the tokens that do
+    @property
+    def ends_by_token(self) -> bool: ...  # only they and the length do; False: text or criteria may, too
 
 
 class Request(Protocol):

@@ -19,6 +19,7 @@ from selfspec.executors.penalties import Penalty
 from selfspec.executors.pick import Sampling, filtered
 from selfspec.executors.picker import Picker, told_of
 from selfspec.kernels.gumbel import gumbel
+from selfspec.model.kv_cache import tensor_of
 from selfspec.model.shortlist import NUM_TOP
 from selfspec.model.stack import Stack
 
@@ -122,10 +123,10 @@ def over_shortlist(
         groups.setdefault(sampling.filters, []).append(i)
     for members in groups.values():
         if samplings[members[0]].temperature > 0:
-            at = torch.tensor(members, device=logits.device)
+            at = tensor_of(members, logits.device)
             tokens = torch.cat((top[at], stack.others.expand(len(members), -1)), 1)
-            seeds = torch.tensor([samplings[i].seed for i in members], device=logits.device)
-            places = torch.tensor([positions[i] for i in members], device=logits.device)
+            seeds = tensor_of([samplings[i].seed for i in members], logits.device)
+            places = tensor_of([positions[i] for i in members], logits.device)
             noise = gumbel(seeds, places, target.shape[1], tokens)
             kept = filtered(logits[:, at].flatten(0, 1), samplings[members[0]]).view(len(logits), len(members), -1)
             logits[:, at] = kept + noise

@@ -10,9 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from selfspec.kernels.layout import MOST_NODES, Layout, SamplingTensors
+from selfspec.kernels.layout import CONTENT, LAST, MOST_NODES, ROOM, DraftTree, Layout, Norm, SamplingTensors
 
 INT32, INT64, FLOAT32 = torch.int32, torch.int64, torch.float32
+LAYER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of fused layers, which compute in float32
+GATES = ("silu", "gelu_tanh")  # activations of gated MLPs
 
 
 class Requirements:
@@ -62,7 +64,9 @@ def check_scatter(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slot
     require.dense("slots", slots, INT64, key.shape[0])
 
 
-def check_attend(queries: Tensor, keys: Tensor, values: Tensor, layout: Layout, sinks: Tensor | None) -> None:
+def check_attend(
+    queries: Tensor, keys: Tensor, values: Tensor, layout: Layout, sinks: Tensor | None, split: int | None = None
+) -> None:
     """Raise ValueError for arguments that `paged_attention.attend` does not accept."""
     require = Requirements("attend", queries.device)
     require.holds("queries", "[N, heads, head_dim]", list(queries.shape), queries.dim() == 3)
@@ -83,12 +87,13 @@ def check_attend(queries: Tensor, keys: Tensor, values: Tensor, layout: Layout, 
         require.dense("trees.roots", layout.trees.roots, INT32, slots)
         require.dense("trees.positions", layout.trees.positions, INT32, slots, MOST_NODES)
         require.dense("trees.ancestors", layout.trees.ancestors, INT64, count)
+    require.holds("split", "a positive multiple of 64 or None", split, split is None or (split > 0 and split % 64 == 0))
     if sinks is not None:
         require.holds("sinks", "floating-point", _short(sinks.dtype), sinks.is_floating_point())
         require.dense("sinks", sinks, sinks.dtype, heads)
 
 
-def check_pick(logits: Tensor, sampling: SamplingTensors, noise: Tensor | None) -> None:
+def check_pick(logits: Tensor, sampling: SamplingTensors, noise: Tensor | None, names: Tensor | None = None) -> None:
     """Raise ValueError for arguments that `fused_pick.pick` does not accept."""
     require = Requirements("pick", logits.device)
     require.holds("logits", "[N, vocab]", list(logits.shape), logits.dim() == 2)
@@ -101,6 +106,8 @@ def check_pick(logits: Tensor, sampling: SamplingTensors, noise: Tensor | None) 
     require.dense("positions", sampling.positions, INT64, count)
     if noise is not None:
         require.dense("noise", noise, FLOAT32, count, vocab)
+    if names is not None:
+        require.dense("names", names, INT64, vocab)
 
 
 def check_accept(
@@ -127,6 +134,131 @@ def check_accept(
     if sums is not None:
         require.holds("sums", f"[2, at least {most_new}]", list(sums.shape), sums.dim() == 2)
         require.lines("sums", sums, INT64, 2, max(most_new, sums.shape[1]))
+
+
+def check_advance(state: Tensor, num_kept: Tensor, ended: Tensor, last: Tensor) -> None:
+    """Raise ValueError for arguments that `fused_advance.advance` does not accept."""
+    require, least = Requirements("advance", state.device), 1 + max(LAST, CONTENT, ROOM)
+    is_wide = state.dim() == 2 and state.shape[1] >= least
+    require.holds("state", f"[S, at least {least}]", list(state.shape), is_wide)
+    require.lines("state", state, INT64, *state.shape)
+    for name, tensor, dtype in (("num_kept", num_kept, INT32), ("ended", ended, INT32), ("last", last, INT64)):
+        require.dense(name, tensor, dtype, state.shape[0])
+
+
+def check_add_norm(hidden: Tensor, branch: Tensor | None, norm: Norm | None, post: Norm | None) -> None:
+    """Raise ValueError for arguments that `fused_norm.add_norm` does not accept."""
+    require = Requirements("add_norm", hidden.device)
+    require.holds("hidden", "[N, size]", list(hidden.shape), hidden.dim() == 2)
+    _check_layer_dtype(require, "hidden", hidden)
+    require.dense("hidden", hidden, hidden.dtype, *hidden.shape)
+    if branch is not None:
+        require.dense("branch", branch, hidden.dtype, *hidden.shape)
+    for name, one in (("norm", norm), ("post", post)):
+        if one is not None:
+            require.dense(f"{name}.weight", one.weight, hidden.dtype, hidden.shape[1])
+
+
+def check_rotate(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Norm | None,
+    k_norm: Norm | None,
+) -> None:
+    """Raise ValueError for arguments that `fused_rotary.rotate` does not accept."""
+    require = Requirements("rotate", qkv.device)
+    require.holds("qkv", "[N, (heads + 2 * kv_heads) * head_dim]", list(qkv.shape), qkv.dim() == 2)
+    require.holds("keys", "[pages, page_size, kv_heads, head_dim]", list(keys.shape), keys.dim() == 4)
+    _check_layer_dtype(require, "qkv", qkv)
+    (count, width), (kv_heads, dim) = qkv.shape, keys.shape[2:]
+    whole = dim % 2 == 0 and width % dim == 0 and width // dim > 2 * kv_heads
+    require.holds("qkv", f"[N, (heads + {2 * kv_heads}) * {dim}] with an even head_dim", list(qkv.shape), whole)
+    require.lines("qkv", qkv, qkv.dtype, count, width)
+    require.dense("keys", keys, qkv.dtype, *keys.shape)
+    require.dense("values", values, qkv.dtype, *keys.shape)
+    require.dense("slots", slots, INT64, count)
+    require.dense("positions", positions, INT64, count)
+    require.holds("cos", "[positions, head_dim / 2]", list(cos.shape), cos.dim() == 2)
+    require.dense("cos", cos, qkv.dtype, cos.shape[0], dim // 2)
+    require.dense("sin", sin, qkv.dtype, cos.shape[0], dim // 2)
+    alike = (q_norm and q_norm[1:]) == (k_norm and k_norm[1:])
+    require.holds("q_norm and k_norm", "both given, with equal eps and offset, or None", (q_norm, k_norm), alike)
+    for name, one in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if one is not None:
+            require.dense(f"{name}.weight", one.weight, qkv.dtype, dim)
+
+
+def check_gate(gate_up: Tensor, activation: str) -> None:
+    """Raise ValueError for arguments that `fused_gate.gate` does not accept."""
+    require = Requirements("gate", gate_up.device)
+    whole = gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0
+    require.holds("gate_up", "[N, 2 * inner]", list(gate_up.shape), whole)
+    _check_layer_dtype(require, "gate_up", gate_up)
+    require.lines("gate_up", gate_up, gate_up.dtype, *gate_up.shape)
+    require.holds("activation", f"one of {', '.join(GATES)}", activation, activation in GATES)
+
+
+def _check_layer_dtype(require: Requirements, name: str, tensor: Tensor) -> None:
+    allowed = ", ".join(map(_short, LAYER_DTYPES))
+    require.holds(f"{name}'s dtype", f"one of {allowed}", _short(tensor.dtype), tensor.dtype in LAYER_DTYPES)
+
+
+def check_grow(
+    last: Tensor,
+    drafted: Tensor,
+    seconds: Tensor,
+    sure: Tensor,
+    chains: Tensor,
+    content: Tensor,
+    room: Tensor,
+    rule: Tensor,
+    edges: Tensor,
+    most: int,
+) -> None:
+    """Raise ValueError for arguments that `draft_tree.grow` does not accept."""
+    require = Requirements("grow", last.device)
+    require.holds("drafted", "[S, D]", list(drafted.shape), drafted.dim() == 2)
+    require.holds("edges", "[bins - 1]", list(edges.shape), edges.dim() == 1)
+    slots, length = drafted.shape
+    nodes = 1 + length + most
+    require.holds("most", f"1 to {length}, with at most {MOST_NODES} nodes", most, 1 <= most <= length)
+    require.holds("1 + D + most", f"at most {MOST_NODES}", nodes, nodes <= MOST_NODES)
+    for name, tensor in (("last", last), ("chains", chains), ("content", content), ("room", room)):
+        require.dense(name, tensor, INT64, slots)
+    require.dense("drafted", drafted, INT64, slots, length)
+    require.dense("seconds", seconds, INT64, slots, length)
+    require.dense("sure", sure, FLOAT32, slots, length)
+    require.dense("rule", rule, torch.float64, 2 + 2 * (len(edges) + 1))
+    require.dense("edges", edges, torch.float64, len(edges))
+
+
+def check_follow(tree: DraftTree, picks: Tensor, width: int) -> None:
+    """Raise ValueError for arguments that `draft_tree.follow` does not accept."""
+    require = Requirements("follow", picks.device)
+    require.holds("tokens", "[S, W]", list(tree.tokens.shape), tree.tokens.dim() == 2)
+    slots, nodes = tree.tokens.shape
+    require.holds("width", f"1 to {nodes}", width, 1 <= width <= nodes)
+    require.dense("tokens", tree.tokens, INT64, slots, nodes)
+    require.dense("parents", tree.parents, INT32, slots, nodes)
+    require.dense("chains", tree.chains, INT32, slots)
+    require.dense("counts", tree.counts, INT32, slots)
+    require.dense("picks", picks, INT64, slots * nodes)
+
+
+def check_move(keys: Tensor, values: Tensor, source: Tensor, target: Tensor) -> None:
+    """Raise ValueError for arguments that `kv_scatter.move` does not accept."""
+    require = Requirements("move", keys.device)
+    require.holds("keys", "[pages, page_size, kv_heads, head_dim]", list(keys.shape), keys.dim() == 4)
+    require.holds("source", "[N]", list(source.shape), source.dim() == 1)
+    require.dense("keys", keys, keys.dtype, *keys.shape)
+    require.dense("values", values, values.dtype, *keys.shape[:2], *values.shape[2:])
+    require.dense("source", source, INT64, len(source))
+    require.dense("target", target, INT64, len(source))
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -1,4 +1,4 @@
-"""Picks from logits over a whole vocabulary (Triton), without storing probabilities.
+"""Picks from logits over a vocabulary or a part of it (Triton), without storing probabilities.
 
 A first kernel finds the best token of each block of the vocabulary, a second one the best block. Noise is computed in
 the kernel (`selfspec.kernels.gumbel`). The filters become one bound per row, the smallest scaled logit that is kept. It
@@ -20,36 +20,62 @@ BLOCK = 2048  # tokens of the vocabulary per program
 WIDE = 8192  # tokens per step of the search for a bound
 
 
-def pick(logits: Tensor, sampling: SamplingTensors, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def pick(
+    logits: Tensor, sampling: SamplingTensors, noise: Tensor | None = None, names: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Pick one token per place. Returns tokens, int64 `[N]`, and confidences, fp32 `[N]`.
 
     See `executors.pick.pick_surely`. Among equal scores the lowest token wins. A NaN logit counts as the largest, as in
     `torch.argmax`.
 
     Args:
-        logits: fp32 `[N, vocab]`.
+        logits: fp32 `[N, T]`, of the whole vocabulary or of a part of it.
         sampling: how each place picks.
-        noise: fp32 `[N, vocab]`, used instead of the hashed noise.
+        noise: fp32 `[N, T]`, used instead of the hashed noise.
+        names: int64 `[T]`, ascending: the token ids of the logits, which determine the noise; None: 0 to T - 1.
 
     Raises:
         ValueError: an argument has the wrong dtype, shape, layout or device; see `checks.check_pick`.
     """
-    check_pick(logits, sampling, noise)
-    count, vocab = logits.shape
-    blocks = triton.cdiv(vocab, BLOCK)
+    return _picked(logits, sampling, noise, names, False)[:2]
+
+
+def pick_two(
+    logits: Tensor, sampling: SamplingTensors, noise: Tensor | None = None, names: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Pick one token per place, and its second choice: the token that would have been picked without it, int64 `[N]`.
+
+    Returns tokens, confidences and second choices. The arguments are those of `pick`; see `executors.pick`.
+    """
+    picks, sure, seconds = _picked(logits, sampling, noise, names, True)
+    assert seconds is not None
+    return picks, sure, seconds
+
+
+def _picked(
+    logits: Tensor, sampling: SamplingTensors, noise: Tensor | None, names: Tensor | None, with_seconds: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    check_pick(logits, sampling, noise, names)
+    count, size = logits.shape
+    blocks = triton.cdiv(size, BLOCK)
     bounds = _bounds(logits, sampling) if sampling.sampled and sampling.filtered else None
-    tops, totals = logits.new_empty((2, count, blocks))
-    tokens = logits.new_empty((count, blocks), dtype=torch.int64)
+    tops, totals, *next_tops = logits.new_empty((2 + with_seconds, count, blocks))
+    tokens, *next_tokens = logits.new_empty((1 + with_seconds, count, blocks), dtype=torch.int64)
+    others = (next_tops[0], next_tokens[0]) if with_seconds else (None, None)
     _pick_of_block[(count, blocks)](
-        logits, noise, bounds, sampling.temperature, sampling.seeds, sampling.positions,
-        tops, totals, tokens, logits.stride(0), vocab,
-        BLOCK=BLOCK, SAMPLED=sampling.sampled, BOUNDED=bounds is not None, HASHED=noise is None, num_warps=4,
+        logits, noise, bounds, names, sampling.temperature, sampling.seeds, sampling.positions,
+        tops, totals, tokens, *others, logits.stride(0), size,
+        BLOCK=BLOCK, SAMPLED=sampling.sampled, BOUNDED=bounds is not None, HASHED=noise is None,
+        NAMED=names is not None, SECONDS=with_seconds, num_warps=4,
     )  # fmt: skip
-    picks, sure = logits.new_empty(count, dtype=torch.int64), logits.new_empty(count)
+    picks, *seconds = logits.new_empty((1 + with_seconds, count), dtype=torch.int64)
+    sure = logits.new_empty(count)
+    second = seconds[0] if with_seconds else None
     _pick_of_row[(count,)](
-        tops, totals, tokens, picks, sure, blocks, BLOCKS=triton.next_power_of_2(blocks), num_warps=1
-    )
-    return picks, sure
+        tops, totals, tokens, *others, picks, sure, second, blocks,
+        BLOCKS=triton.next_power_of_2(blocks), SECONDS=with_seconds, num_warps=1,
+    )  # fmt: skip
+    return picks, sure, second
 
 
 def _bounds(logits: Tensor, sampling: SamplingTensors) -> Tensor:
@@ -99,8 +125,10 @@ def _gumbel(seed, position, token):
 
 @triton.jit
 def _pick_of_block(
-    logits_ptr, noise_ptr, bounds_ptr, temperature_ptr, seeds_ptr, positions_ptr, tops_ptr, totals_ptr, tokens_ptr,
-    stride, vocab, BLOCK: tl.constexpr, SAMPLED: tl.constexpr, BOUNDED: tl.constexpr, HASHED: tl.constexpr,
+    logits_ptr, noise_ptr, bounds_ptr, names_ptr, temperature_ptr, seeds_ptr, positions_ptr,
+    tops_ptr, totals_ptr, tokens_ptr, next_tops_ptr, next_tokens_ptr, stride, vocab,
+    BLOCK: tl.constexpr, SAMPLED: tl.constexpr, BOUNDED: tl.constexpr, HASHED: tl.constexpr, NAMED: tl.constexpr,
+    SECONDS: tl.constexpr,
 ):  # fmt: skip
     row, block = tl.program_id(0), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -111,7 +139,10 @@ def _pick_of_block(
             if BOUNDED:
                 score = tl.where(score >= tl.load(bounds_ptr + row), score, float("-inf"))
             if HASHED:
-                score += _gumbel(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), token)
+                name = token
+                if NAMED:
+                    name = tl.load(names_ptr + token, mask=token < vocab, other=0)
+                score += _gumbel(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), name)
             else:
                 score += tl.load(noise_ptr + row.to(tl.int64) * vocab + token, mask=token < vocab, other=0.0)
     else:
@@ -119,12 +150,29 @@ def _pick_of_block(
     top, best = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
     at = row * tl.num_programs(1) + block
     tl.store(tops_ptr + at, top)
-    tl.store(tokens_ptr + at, (block * BLOCK + best).to(tl.int64))
+    tl.store(tokens_ptr + at, _name(names_ptr, block * BLOCK + best, NAMED))
     tl.store(totals_ptr + at, tl.sum(tl.exp(score - tl.where(top == float("-inf"), 0.0, top)), 0))
+    if SECONDS:
+        rest = tl.where(token == block * BLOCK + best, float("-inf"), score)
+        top, best = tl.max(rest, 0, return_indices=True, return_indices_tie_break_left=True)
+        tl.store(next_tops_ptr + at, top)
+        tl.store(next_tokens_ptr + at, _name(names_ptr, block * BLOCK + best, NAMED))
+
+
+@triton.jit
+def _name(names_ptr, at, NAMED: tl.constexpr):
+    """The token id of a logit."""
+    if NAMED:
+        return tl.load(names_ptr + at)
+    else:
+        return at.to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["blocks"])
-def _pick_of_row(tops_ptr, totals_ptr, tokens_ptr, picks_ptr, sure_ptr, blocks, BLOCKS: tl.constexpr):
+def _pick_of_row(
+    tops_ptr, totals_ptr, tokens_ptr, next_tops_ptr, next_tokens_ptr, picks_ptr, sure_ptr, seconds_ptr, blocks,
+    BLOCKS: tl.constexpr, SECONDS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     block = tl.arange(0, BLOCKS)
     inside = block < blocks
@@ -134,6 +182,13 @@ def _pick_of_row(tops_ptr, totals_ptr, tokens_ptr, picks_ptr, sure_ptr, blocks, 
     total = tl.sum(totals * tl.exp(tops - tl.where(top == float("-inf"), 0.0, top)), 0)
     tl.store(picks_ptr + row, tl.load(tokens_ptr + row * blocks + best))
     tl.store(sure_ptr + row, 1.0 / tl.where(total > 0, total, 1.0))
+    if SECONDS:  # the best of the other blocks, or the next of the same one
+        own = row * blocks + best
+        tops = tl.where(block == best, tl.load(next_tops_ptr + own), tops)
+        top, other = tl.max(tops, 0, return_indices=True, return_indices_tie_break_left=True)
+        at = row * blocks + other
+        second = tl.where(other == best, tl.load(next_tokens_ptr + own), tl.load(tokens_ptr + at))
+        tl.store(seconds_ptr + row, second)
 
 
 @triton.jit

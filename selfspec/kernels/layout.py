@@ -1,10 +1,18 @@
-"""`Layout`: the description of a packed call in tensors, which recorded graphs can read."""
+"""`Layout`: the description of a packed call in tensors, which recorded graphs can read; and a norm's numbers."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from torch import Tensor
+
+
+class Norm(NamedTuple):
+    """An RMS norm. It multiplies by `weight + offset`."""
+
+    weight: Tensor
+    eps: float
+    offset: float = 0.0  # 1 in Gemma
 
 
 class Layout(NamedTuple):
@@ -41,6 +49,30 @@ class Trees(NamedTuple):
 MOST_NODES = 64  # maximum nodes of a tree: the bits of an int64 mask
 
 
+class DraftTree(NamedTuple):
+    """The nodes of every slot's draft: its last token, its chain of drafted tokens, then second choices.
+
+    Slots have W places for nodes. Unused ones hold token 0, parent -1, and no ancestors.
+    """
+
+    tokens: Tensor  # int64 [S, W]
+    parents: Tensor  # int32 [S, W], the parent of each node; -1 for node 0
+    chains: Tensor  # int32 [S], drafted tokens of the chain
+    counts: Tensor  # int32 [S], nodes; 0 for an empty slot
+    positions: Tensor  # int32 [S, MOST_NODES], position of each node
+    ancestors: Tensor  # int64 [S, W], as in `Trees`
+
+
+class Branches(NamedTuple):
+    """The branch of every slot's tree that the output follows, as a chain."""
+
+    tokens: Tensor  # int64 [S * width], the last token, then the drafted ones, in `width` places per slot
+    picks: Tensor  # int64 [S * width], the target's pick after each of them
+    counts: Tensor  # int32 [S], tokens of the branch; 0 for an empty slot
+    nodes: Tensor  # int32 [S], the accepted second choice; 0: none
+    depths: Tensor  # int32 [S], its place in the branch
+
+
 class SamplingTensors(NamedTuple):
     """How each of N places picks: the fields of `selfspec.executors.pick.Sampling` as tensors."""
 
@@ -65,3 +97,5 @@ class Accepted(NamedTuple):
 
 
 ENDED_BY_EOS, ENDED_BY_LENGTH = 1, 2
+
+LAST, CONTENT, ROOM = range(3)  # columns of the rows that `advance` updates

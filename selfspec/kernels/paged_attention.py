@@ -2,8 +2,8 @@
 
 Decoding is bound by reading keys and values, so the work is split along them (flash-decoding, Dao et al. 2023). One
 program takes one key head, a few of a row's queries with all query heads that share this key head, and one split of the
-row's tokens. A second kernel combines the splits. Splits begin at fixed positions of the row and are combined in order,
-so a row's result does not depend on the other rows of the call. `selfspec.kernels.reference.attend` is the reference
+row's tokens. Where a tile of queries has one split, its program writes the result; else a second kernel combines the
+splits in order. See `selfspec.kernels.attention_splits`. `selfspec.kernels.reference.attend` is the reference
 implementation.
 """
 
@@ -14,12 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from selfspec.kernels.attention_splits import _combine, tile_splits, tiling_of
 from selfspec.kernels.checks import check_attend
 from selfspec.kernels.layout import MOST_NODES, Layout
 
-SPLIT = 256  # tokens of a row per program
-SHORT = 16  # rows with more new tokens (prompts) have enough queries to fill a device without splitting
-MAX_TILE_ROWS = 64
+SPLITS_PER_STEP = 16  # of the combination
 
 
 def attend(
@@ -33,10 +32,14 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     tile_rows: int | None = None,
+    split: int | None = None,
 ) -> Tensor:
     """Causal attention of every new token over its row; nodes of a tree attend to their ancestors only.
 
     Returns `[N, heads, head_dim]`, with zeros for padding.
+
+    With both `tile_rows` and `split`, the order of summation is constant: the result for a token depends, bit for bit,
+    on nothing but its query and its row's keys and values.
 
     Args:
         queries: `[N, heads, head_dim]`.
@@ -48,103 +51,109 @@ def attend(
         chunk: attend to positions of the same chunk of this size only.
         softcap: bound the scores: softcap * tanh(score / softcap).
         sinks: `[heads]`, attention sinks: logits that take part in the softmax but have no value.
-        tile_rows: rows of a tile of queries, a power of two of at least 16; None: chosen by the call's shape. The order
-            of summation may depend on it.
+        tile_rows: rows of a tile of queries, a power of two of at least 16; None: chosen by the call's shape.
+        split: tokens of a split, a multiple of 64; splits begin at multiples of it. None: chosen by the call's shape
+            and the device. Partial results take 4 * head_dim + 8 bytes for every split, new token and head.
 
     Raises:
-        ValueError: an argument has the wrong dtype, shape, layout or device; see `checks.check_attend`.
+        ValueError: an argument has the wrong dtype, shape, layout or device; see `checks.check_attend`. `split` is not
+            a positive multiple of 64.
     """
-    check_attend(queries, keys, values, layout, sinks)
+    check_attend(queries, keys, values, layout, sinks, split)
     count, heads, dim = queries.shape
     page_size, kv_heads = keys.shape[1], keys.shape[2]
-    share = heads // kv_heads
-    rows = tile_rows or tile_rows_for(share, layout.most_new, queries.element_size())
-    block_d = max(16, triton.next_power_of_2(dim))
-    split = layout.most_new <= SHORT
-    splits = triton.cdiv(layout.most_tokens, SPLIT) if split else 1
-    blocks = triton.cdiv(layout.most_new, rows // share)
-    out = (queries.new_empty if split else queries.new_zeros)((count, heads, dim))
-    partial = queries.new_empty((splits, count, heads, dim), dtype=torch.float32) if split else out
-    tops, totals = queries.new_empty((2, splits, count, heads), dtype=torch.float32) if split else (out, out)
+    tiling = tiling_of(queries, keys, layout, window, chunk, tile_rows, split)
+    plan = tiling.splits
+    is_direct = split is None or sinks is None  # with sinks, `_combine` rounds sums otherwise than `_split`
+    has_parts = plan.most > 1 or not is_direct
+    out = queries.new_empty((count, heads, dim))
+    partial = queries.new_empty((plan.most, count, heads, dim), dtype=torch.float32) if has_parts else None
+    tops, totals = queries.new_empty((2, plan.most, count, heads), dtype=torch.float32) if has_parts else (None, None)
     roots, nodes, ancestors = layout.trees or (None, None, None)
-    _split[(layout.counts.shape[0] * blocks, kv_heads, splits)](
-        queries, keys, values, partial, tops, totals, sinks,
-        layout.starts, layout.counts, layout.lengths, layout.pages, layout.positions, roots, nodes, ancestors,
-        scale, softcap or 0.0, window or 0, chunk or 0,
-        queries.stride(0), queries.stride(1), layout.pages.stride(0), count, blocks,
-        HEADS=heads, SHARE=share, DIM=dim, PAGE_SIZE=page_size, KV_HEADS=kv_heads,
-        ROWS=rows, BLOCK_D=block_d, BLOCK_N=_keys_per_step(page_size, block_d, queries.element_size()),
-        SPLIT=SPLIT if split else 0, NODES=0 if layout.trees is None else MOST_NODES, WINDOW=window is not None,
-        CHUNK=chunk is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None and not split,
-        UPCAST=triton.knobs.runtime.interpret, num_warps=8 if block_d * rows > 8192 else 4, num_stages=2,
+    divided = (window or 0, chunk or 0, plan.parts, plan.least, plan.longest, count)
+    shape = {
+        "HEADS": heads, "DIM": dim, "BLOCK_D": tiling.block_d, "BLOCK_N": tiling.block_n, "QUERIES": tiling.queries,
+        "SPLIT": split or 0, "NODES": 0 if layout.trees is None else MOST_NODES, "WINDOW": window is not None,
+        "CHUNK": chunk is not None, "SINKS": sinks is not None, "DIRECT": is_direct,
+    }  # fmt: skip
+    _split[(tiling.tiles + 1, kv_heads, plan.most)](
+        queries, keys, values, out, partial, tops, totals, sinks,
+        layout.starts, layout.counts, layout.lengths, layout.pages, layout.rows, layout.positions,
+        roots, nodes, ancestors, scale, softcap or 0.0, *divided,
+        queries.stride(0), queries.stride(1), layout.pages.stride(0), tiling.blocks,
+        **shape, SHARE=heads // kv_heads, PAGE_SIZE=page_size, KV_HEADS=kv_heads, ROWS=tiling.rows,
+        SOFTCAP=softcap is not None, PARTS=has_parts, UPCAST=triton.knobs.runtime.interpret, **tiling.options,
     )  # fmt: skip
-    if split:
+    if has_parts:
+        at_once = SPLITS_PER_STEP if split else min(SPLITS_PER_STEP, triton.next_power_of_2(plan.most))
         _combine[(count, heads)](
-            partial, tops, totals, sinks, out, layout.rows, layout.lengths, count,
-            HEADS=heads, DIM=dim, BLOCK_D=block_d, SPLIT=SPLIT, SINKS=sinks is not None, num_warps=1,
+            partial, tops, totals, sinks, out,
+            layout.rows, layout.starts, layout.counts, layout.lengths, roots, *divided,
+            **shape, BLOCK_S=at_once, num_warps=4,
         )  # fmt: skip
     return out
 
 
-def tile_rows_for(share: int, most_new: int, itemsize: int) -> int:
-    """The rows of a tile, a power of two: the pairs of query and query head that read the same keys, 16 to 64.
-
-    Float32 takes 16, since its products are computed in registers, not by tensor cores.
-    """
-    wanted = triton.next_power_of_2(share * min(most_new, MAX_TILE_ROWS))
-    return int(max(16, triton.next_power_of_2(share), min(MAX_TILE_ROWS if itemsize < 4 else 16, wanted)))
-
-
-def _keys_per_step(page_size: int, block_d: int, itemsize: int) -> int:
-    """The keys per step: as many as registers and shared memory hold, and at most a page of 16, 32 or 64."""
-    fits = 64 if block_d * itemsize <= 256 else 32 if block_d * itemsize <= 512 else 16
-    return min(fits, page_size) if page_size in (16, 32, 64) else fits
-
-
-@triton.jit(do_not_specialize=["window", "chunk", "num_tokens", "blocks"])
+@triton.jit(do_not_specialize=["window", "chunk", "parts", "least", "longest", "num_tokens", "blocks"])
 def _split(
-    q_ptr, k_ptr, v_ptr, out_ptr, tops_ptr, totals_ptr, sinks_ptr,
-    starts_ptr, counts_ptr, lengths_ptr, pages_ptr, positions_ptr, roots_ptr, nodes_ptr, ancestors_ptr,
-    scale, softcap, window, chunk, q_token, q_head, pages_row, num_tokens, blocks,
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, tops_ptr, totals_ptr, sinks_ptr,
+    starts_ptr, counts_ptr, lengths_ptr, pages_ptr, rows_ptr, positions_ptr, roots_ptr, nodes_ptr, ancestors_ptr,
+    scale, softcap, window, chunk, parts, least, longest, num_tokens, q_token, q_head, pages_row, blocks,
     HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, NODES: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, UPCAST: tl.constexpr,
+    ROWS: tl.constexpr, QUERIES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
+    NODES: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    PARTS: tl.constexpr, DIRECT: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    slot = tl.program_id(0) // blocks
-    first = (tl.program_id(0) % blocks) * (ROWS // SHARE)  # first query of this tile in its row
     kv_head, split = tl.program_id(1), tl.program_id(2)
+    r = tl.arange(0, ROWS)
+    d = tl.arange(0, BLOCK_D)
+    if tl.program_id(0) == tl.num_programs(0) - 1:  # after the tiles: the padding
+        if split == 0:
+            _zero_padding(out_ptr, rows_ptr, num_tokens, kv_head, r, d, HEADS, SHARE, DIM, ROWS, BLOCK_D)
+        return
+    slot = tl.program_id(0) // blocks
+    first = (tl.program_id(0) % blocks) * QUERIES  # first query of this tile in its row
     count, length = tl.load(counts_ptr + slot), tl.load(lengths_ptr + slot)
-    if (first >= count) | (split * SPLIT >= length):
+    if first >= count:
         return
     context = length - count  # tokens before the new ones
+    root = length
+    if NODES > 0:
+        root = tl.load(roots_ptr + slot)
+    low, high, begin, size, splits = tile_splits(
+        context + first, QUERIES, length, root, window, chunk, parts, least, longest,
+        BLOCK_N, SPLIT, NODES, WINDOW, CHUNK,
+    )  # fmt: skip
+    if PARTS:
+        if split >= splits:
+            return
+        low = tl.maximum(low, begin + split * size)
+        high = tl.minimum(high, begin + split * size + size)
     start = tl.load(starts_ptr + slot)
-    r = tl.arange(0, ROWS)
     query = first + r // SHARE
     token = (start + query).to(tl.int64)
     head = kv_head * SHARE + r % SHARE
-    live = (r // SHARE < ROWS // SHARE) & (query < count)
-    d = tl.arange(0, BLOCK_D)
+    live = (r // SHARE < QUERIES) & (query < count)
     q_mask = live[:, None] & (d < DIM)[None, :]
     q = tl.load(q_ptr + token[:, None] * q_token + (head * q_head)[:, None] + d[None, :], mask=q_mask, other=0.0)
     position = context + query
-    root = length
     seen_by = tl.zeros((ROWS,), tl.int64)
     if NODES > 0:
-        root = tl.load(roots_ptr + slot)
         position = tl.load(positions_ptr + token, mask=live, other=0).to(tl.int32)
         seen_by = tl.load(ancestors_ptr + token, mask=live, other=0)
-    low, high = _key_range(
-        context + first, ROWS // SHARE, length, root, split, window, chunk, BLOCK_N, SPLIT, NODES, WINDOW, CHUNK
-    )
     if UPCAST:
         q = q.to(tl.float32)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    table = pages_ptr + slot * pages_row
+    page = _pages(table, low, high, PAGE_SIZE, BLOCK_N)
     for base in range(low, high, BLOCK_N):
         kv = base + tl.arange(0, BLOCK_N)
         there = kv < high
-        place = _places(pages_ptr + slot * pages_row, base, kv, there, PAGE_SIZE, BLOCK_N)
+        place = page * PAGE_SIZE + kv % PAGE_SIZE
+        # The next step's pages are read a step ahead: so its keys can be requested while this step computes.
+        page = _pages(table, base + BLOCK_N, high, PAGE_SIZE, BLOCK_N)
         at = (place * KV_HEADS + kv_head) * DIM
         kv_mask = there[:, None] & (d < DIM)[None, :]
         # Unwritten places may hold NaN. They are not read, since 0 * NaN would be NaN.
@@ -158,50 +167,46 @@ def _split(
         seen = _seen(kv, there, position, root, seen_by, nodes_ptr, slot, window, chunk, NODES, WINDOW, CHUNK)
         score = tl.where(seen, score * 1.4426950408889634, float("-inf"))
         top, total, acc = _added(score, v, top, total, acc)
-    if SPLIT > 0:
-        line = (split * num_tokens + token) * HEADS + head
-        tl.store(tops_ptr + line, top, mask=live)
-        tl.store(totals_ptr + line, total, mask=live)
-        tl.store(out_ptr + line[:, None] * DIM + d[None, :], acc, mask=q_mask)
-    else:
-        if SINKS:
-            sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
-            higher = tl.maximum(top, sink)
-            acc = acc * tl.exp2(top - higher)[:, None]
-            total = total * tl.exp2(top - higher) + tl.exp2(sink - higher)
-        out = acc / tl.where(live, total, 1.0)[:, None]
-        line = token * HEADS + head
-        tl.store(out_ptr + line[:, None] * DIM + d[None, :], out.to(out_ptr.dtype.element_ty), mask=q_mask)
-
-
-@triton.jit(do_not_specialize=["window", "chunk"])
-def _key_range(
-    at, queries, length, root, split, window, chunk,
-    BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, NODES: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """The tokens [low, high) of this split that queries from `at` on may attend to; `low` is a multiple of a step."""
-    high = length if NODES > 0 else tl.minimum(at + queries, length)
-    lowest = tl.minimum(root, at)
-    low = 0
-    if WINDOW:
-        low = tl.maximum(low, lowest - window + 1)
-    if CHUNK:
-        low = tl.maximum(low, lowest // chunk * chunk)
-    low = low // BLOCK_N * BLOCK_N
-    if SPLIT > 0:
-        low = tl.maximum(low, split * SPLIT)
-        high = tl.minimum(high, split * SPLIT + SPLIT)
-    return low, high
+    if PARTS:  # noqa: SIM102 - known when compiling
+        if (not DIRECT) | (splits > 1):
+            line = (split * num_tokens + token) * HEADS + head
+            tl.store(tops_ptr + line, top, mask=live)
+            tl.store(totals_ptr + line, total, mask=live)
+            tl.store(partial_ptr + line[:, None] * DIM + d[None, :], acc, mask=q_mask)
+            return
+    if SINKS:
+        sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
+        higher = tl.maximum(top, sink)
+        acc = acc * tl.exp2(top - higher)[:, None]
+        total = total * tl.exp2(top - higher) + tl.exp2(sink - higher)
+    out = acc / tl.where(live, total, 1.0)[:, None]
+    line = token * HEADS + head
+    tl.store(out_ptr + line[:, None] * DIM + d[None, :], out.to(out_ptr.dtype.element_ty), mask=q_mask)
 
 
 @triton.jit
-def _places(table_ptr, base, kv, there, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The places in the cache of the tokens `kv` of a row, from `base` on; one table entry if they share a page."""
+def _zero_padding(
+    out_ptr, rows_ptr, num_tokens, kv_head, r, d,
+    HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Zero the results of places without a token, for the query heads of one key head."""
+    zeros = tl.zeros((ROWS, BLOCK_D), out_ptr.dtype.element_ty)
+    for base in range(0, num_tokens, ROWS):
+        token = base + r
+        empty = tl.load(rows_ptr + token, mask=token < num_tokens, other=0) < 0
+        for head in range(SHARE):
+            line = token.to(tl.int64) * HEADS + kv_head * SHARE + head
+            tl.store(out_ptr + line[:, None] * DIM + d[None, :], zeros, mask=empty[:, None] & (d < DIM)[None, :])
+
+
+@triton.jit
+def _pages(table_ptr, base, high, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The pages of the tokens of a step from `base` on; one if they share it."""
     if PAGE_SIZE % BLOCK_N == 0:
-        page = tl.load(table_ptr + base // PAGE_SIZE).to(tl.int64)
+        return tl.load(table_ptr + base // PAGE_SIZE, mask=base < high, other=0).to(tl.int64)
     else:
-        page = tl.load(table_ptr + kv // PAGE_SIZE, mask=there, other=0).to(tl.int64)
-    return page * PAGE_SIZE + kv % PAGE_SIZE
+        kv = base + tl.arange(0, BLOCK_N)
+        return tl.load(table_ptr + kv // PAGE_SIZE, mask=kv < high, other=0).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["window", "chunk"])
@@ -236,35 +241,3 @@ def _added(score, v, top, total, acc):
     total = total * fade + tl.sum(weight, 1)
     acc = acc * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
     return higher, total, acc
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _combine(
-    partial_ptr, tops_ptr, totals_ptr, sinks_ptr, out_ptr, rows_ptr, lengths_ptr, num_tokens,
-    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, SINKS: tl.constexpr,
-):  # fmt: skip
-    token, head = tl.program_id(0), tl.program_id(1)
-    row = tl.load(rows_ptr + token)
-    d = tl.arange(0, BLOCK_D)
-    out_at = (token.to(tl.int64) * HEADS + head) * DIM + d
-    if row < 0:
-        tl.store(out_ptr + out_at, tl.zeros((BLOCK_D,), out_ptr.dtype.element_ty), mask=d < DIM)
-        return
-    splits = (tl.load(lengths_ptr + row) + SPLIT - 1) // SPLIT
-    here = token.to(tl.int64) * HEADS + head
-    top = float("-inf")
-    if SINKS:
-        top = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
-    sink = top
-    for split in range(0, splits):
-        top = tl.maximum(top, tl.load(tops_ptr + split * num_tokens * HEADS + here))
-    total = 0.0
-    if SINKS:
-        total = tl.exp2(sink - top)
-    acc = tl.zeros((BLOCK_D,), tl.float32)
-    for split in range(0, splits):
-        line = split * num_tokens * HEADS + here
-        weight = tl.exp2(tl.load(tops_ptr + line) - top)
-        total += weight * tl.load(totals_ptr + line)
-        acc += weight * tl.load(partial_ptr + line * DIM + d, mask=d < DIM, other=0.0)
-    tl.store(out_ptr + out_at, (acc / total).to(out_ptr.dtype.element_ty), mask=d < DIM)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from selfspec.kernels.checks import check_accept, check_attend, check_pick, check_scatter
+from selfspec.kernels.checks import check_accept, check_advance, check_attend, check_pick, check_scatter
 from selfspec.kernels.gumbel import gumbel
-from selfspec.kernels.layout import MOST_NODES, Accepted, Layout, SamplingTensors
+from selfspec.kernels.layout import CONTENT, LAST, MOST_NODES, ROOM, Accepted, Layout, SamplingTensors
 
 
 def scatter(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -36,9 +36,10 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     tile_rows: int | None = None,
+    split: int | None = None,
 ) -> Tensor:
-    """The reference of `selfspec.kernels.paged_attention.attend`."""
-    check_attend(queries, keys, values, layout, sinks)
+    """The reference of `selfspec.kernels.paged_attention.attend`; neither tiles nor splits matter to it."""
+    check_attend(queries, keys, values, layout, sinks, split)
     count, heads, dim = queries.shape
     share = heads // keys.shape[2]
     own = layout.rows.clamp(min=0).long()  # [N]
@@ -82,16 +83,36 @@ def _visible(layout: Layout, own: Tensor, at: Tensor, window: int | None, chunk:
     return seen
 
 
-def pick(logits: Tensor, sampling: SamplingTensors, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def pick(
+    logits: Tensor, sampling: SamplingTensors, noise: Tensor | None = None, names: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The reference of `selfspec.kernels.fused_pick.pick`."""
-    check_pick(logits, sampling, noise)
-    found = scores(logits, sampling, noise)
-    picks = found.argmax(-1, keepdim=True)
-    return picks[:, 0], found.softmax(-1).gather(1, picks)[:, 0]
+    check_pick(logits, sampling, noise, names)
+    picks, sure = _best(scores(logits, sampling, noise, names))
+    return (picks if names is None else names[picks]), sure
 
 
-def scores(logits: Tensor, sampling: SamplingTensors, noise: Tensor | None = None) -> Tensor:
-    """The scores whose argmax is the pick, fp32 `[N, vocab]`: logits, or filtered logits plus noise for sampling."""
+def pick_two(
+    logits: Tensor, sampling: SamplingTensors, noise: Tensor | None = None, names: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The reference of `selfspec.kernels.fused_pick.pick_two`."""
+    check_pick(logits, sampling, noise, names)
+    found = scores(logits, sampling, noise, names)
+    picks, sure = _best(found)
+    seconds = found.scatter(1, picks[:, None], float("-inf")).argmax(-1)
+    return (picks, sure, seconds) if names is None else (names[picks], sure, names[seconds])
+
+
+def _best(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The places of the highest scores, int64 `[N]`, and their shares in the softmax of all."""
+    picks = scores.argmax(-1, keepdim=True)
+    return picks[:, 0], scores.softmax(-1).gather(1, picks)[:, 0]
+
+
+def scores(
+    logits: Tensor, sampling: SamplingTensors, noise: Tensor | None = None, names: Tensor | None = None
+) -> Tensor:
+    """The scores whose argmax is the pick, fp32 `[N, T]`: logits, or filtered logits plus noise for sampling."""
     found = logits.float()
     if not sampling.sampled:
         return found
@@ -100,8 +121,9 @@ def scores(logits: Tensor, sampling: SamplingTensors, noise: Tensor | None = Non
     if sampling.filtered:
         kept = scaled.masked_fill(scaled < _bounds(scaled, sampling)[:, None], float("-inf"))
     if noise is None:
-        tokens = torch.arange(found.shape[1], device=found.device)[None]  # not cached: a recording must hold it
-        noise = gumbel(sampling.seeds, sampling.positions, found.shape[1], tokens)
+        if names is None:
+            names = torch.arange(found.shape[1], device=found.device)  # not cached: a recording must hold it
+        noise = gumbel(sampling.seeds, sampling.positions, found.shape[1], names[None])
     return torch.where(hot, kept + noise, found)
 
 
@@ -152,3 +174,12 @@ def accept(
     record = torch.cat([drafted, accepted, kept, guess, own], 1)
     accepted, kept, ended = (one[:, 0].int() for one in (accepted, kept, ended))
     return Accepted(accepted, kept, ended, last, record)
+
+
+def advance(state: Tensor, num_kept: Tensor, ended: Tensor, last: Tensor) -> None:
+    """The reference of `selfspec.kernels.fused_advance.advance`."""
+    check_advance(state, num_kept, ended, last)
+    goes_on = ended == 0
+    state[:, LAST] = last
+    state[:, CONTENT] = (state[:, CONTENT] + num_kept) * goes_on
+    state[:, ROOM] = (state[:, ROOM] - num_kept) * goes_on

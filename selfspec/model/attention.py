@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from selfspec.model.kv_cache import PackedRows
 from selfspec.model.row_groups import SHORT, Group, plan_groups
@@ -47,7 +48,11 @@ def attend(
     keys, values = rows.cache.layer(layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1))
     reach = Reach(sliding_window, chunk_size(module, layer_idx))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = (rows.attend or attend_rows)(rows, query[0], keys, values, reach, scale, softcap, s_aux)
+    rows.new = key[0], value[0]
+    try:
+        out = (rows.attend or attend_rows)(rows, query[0], keys, values, reach, scale, softcap, s_aux)
+    finally:
+        rows.new = None
     return out[None].contiguous(), None
 
 
@@ -68,8 +73,12 @@ def attend_rows(
     out = None
     for number, group in enumerate(groups):
         taken = queries if group.gather is None else queries[:, group.gather]
-        k, v = _read(keys, group), _read(values, group)
-        result = _attend_group(rows, number, group, reach, taken, k, v, scale, softcap, sinks)
+        here = limiting(reach, group.limit)
+        if group.is_long and here == (None, None) and softcap is None and sinks is None:
+            result = _attend_long(rows, group, taken, keys, values, scale)
+        else:
+            k, v = _read(keys, group), _read(values, group)
+            result = _attend_group(rows, number, group, here, taken, k, v, scale, softcap, sinks)
         if group.scatter is None:
             return result
         if out is None:
@@ -77,6 +86,27 @@ def attend_rows(
         out[group.scatter[0]] = result[group.scatter[1]]
     assert out is not None
     return out
+
+
+def _attend_long(
+    rows: PackedRows, group: Group, queries: Tensor, keys: Tensor, values: Tensor, scale: float
+) -> Tensor:  # [n, heads, head_dim]
+    """Causal attention of one row with many new tokens, `[heads, n, head_dim]`.
+
+    There is no mask tensor, which torch's flash and cuDNN kernels refuse. The keys of a row without cached tokens are
+    not read back from its pages.
+    """
+    n = queries.shape[1]
+    if rows.new is not None and group.limit == n:
+        k, v = ((one if group.gather is None else one[:, group.gather])[None] for one in rows.new)
+    else:
+        k, v = _read(keys, group), _read(values, group)
+    mask: Any = None if group.limit == n else causal_lower_right(n, group.limit)
+    gqa = len(queries) != k.shape[1]
+    out = F.scaled_dot_product_attention(
+        queries[None], k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
+    )
+    return out[0].transpose(0, 1)
 
 
 def _attend_group(
@@ -150,6 +180,11 @@ def _mask(group: Group, reach: Reach, dtype: torch.dtype) -> Tensor:
     return torch.zeros(seen.shape, dtype=dtype, device=at.device).masked_fill_(~seen, float("-inf"))
 
 
+def limiting(reach: Reach, length: int) -> Reach:
+    """`reach`, without the limits that no query of a row of `length` tokens comes to."""
+    return Reach(*(None if limit is not None and limit >= length else limit for limit in reach))
+
+
 def limit_reach(seen: Tensor, at: Tensor, keys: Tensor, reach: Reach) -> Tensor:
     """`seen`, without the keys at positions that queries at `at` cannot reach; all three tensors broadcast."""
     if reach.window is not None:
@@ -160,10 +195,9 @@ def limit_reach(seen: Tensor, at: Tensor, keys: Tensor, reach: Reach) -> Tensor:
 
 
 def _read(pages: Tensor, group: Group) -> Tensor:
-    """Keys or values `[R, kv_heads, limit, head_dim]`: a view where rows have one page each in a slice, else a copy."""
+    """Keys or values `[R, kv_heads, limit, head_dim]`: a view where the pages are a slice, else a copy."""
     part = pages[group.pages]
-    if part.dim() == 5:  # [R, pages per row, page_size, kv_heads, head_dim]
-        part = part.flatten(1, 2)
+    part = part.reshape(len(group.positions), -1, *part.shape[-2:])
     return part[:, : group.limit].transpose(1, 2)
 
 

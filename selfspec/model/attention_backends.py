@@ -7,7 +7,7 @@
     reference  the reference implementation of the kernel in torch: for tests, on any device
 
 Calls that a backend does not support go through `sdpa`: in `flash` and `varlen` chunks, sinks, trees and other page
-sizes; in `triton` trees of more than 64 nodes.
+sizes; in `triton` trees of more than 64 nodes, and prompts in half precision, for which torch has faster kernels.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from torch import Tensor
 from selfspec.kernels import reference
 from selfspec.kernels.layout import MOST_NODES, Layout, Trees
 from selfspec.kernels.suite import has_triton
-from selfspec.model.attention import Reach, attend_rows
+from selfspec.model.attention import Reach, attend_rows, limiting
 from selfspec.model.kv_cache import PackedRows, Span
+from selfspec.model.row_groups import SHORT
 
 # (packed rows, queries [heads, N, head_dim], the layer's keys, values, reach, scale, softcap, sinks)
 Attend = Callable[[PackedRows, Tensor, Tensor, Tensor, Reach, float, float | None, Tensor | None], Tensor]
@@ -158,7 +159,20 @@ def _reference(call: Call) -> Tensor | None:
 def _triton(call: Call) -> Tensor | None:
     from selfspec.kernels.paged_attention import attend
 
-    return _by_kernel(call, attend)
+    return None if _is_prompt(call) else _by_kernel(call, attend)
+
+
+def _is_prompt(call: Call) -> bool:
+    """Whether torch's flash or cuDNN attention serves the call's long rows, see `attention._attend_long`."""
+    long = [span.start + span.length for span in call.rows.spans if span.length > SHORT and span.tree is None]
+    return (
+        bool(long)
+        and call.queries.dtype in (torch.bfloat16, torch.float16)
+        and call.queries.shape[-1] <= 256
+        and limiting(call.reach, max(long)) == (None, None)
+        and call.softcap is None
+        and call.sinks is None
+    )
 
 
 def _by_kernel(call: Call, attend: Callable[..., Tensor]) -> Tensor | None:

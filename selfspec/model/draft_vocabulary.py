@@ -165,6 +165,25 @@ class Subset:
         return Linear(rows, kept, None if blocks is None else blocks.select(self.tokens))
 
 
+class HeldSubset(Subset):
+    """A subset at fixed addresses, which recordings read. It takes over other subsets of its size."""
+
+    def __init__(self, subset: Subset) -> None:
+        super().__init__(subset.tokens.clone(), subset._head._replace(blocks=None), subset.made_of)
+        self.num_bytes = sum(one.nbytes for one in (self.tokens, *self.linear[:2]) if one is not None)
+        """Bytes of memory of its tokens and rows."""
+
+    def take(self, subset: Subset) -> None:
+        """Become another subset of the same size and head, by copies on the device; nothing if it is the same one."""
+        if subset.made_of == self.made_of:
+            return
+        self.made_of, self._head = subset.made_of, subset._head
+        self.tokens.copy_(subset.tokens)
+        for held, whole in zip(self.linear[:2], self._head[:2], strict=True):
+            if held is not None and whole is not None:
+                torch.index_select(whole.detach(), 0, self.tokens, out=held)
+
+
 class DraftHead(PartHead):
     """The head over a subset of the vocabulary. Its rows are cached until ranking or weights change."""
 

@@ -21,8 +21,12 @@ from selfspec.kernels.room import LargePageAllocator
 
 
 def tensor_of(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """A list as an int64 tensor `[N]`, by numpy, which reads lists several times as fast as torch."""
-    return torch.as_tensor(np.array(numbers, np.int64), device=device)
+    """A list as an int64 tensor `[N]`, by numpy, which reads lists several times as fast as torch.
+
+    On CUDA it is copied from pinned memory, so that the host does not wait for what the device runs.
+    """
+    made = torch.from_numpy(np.array(numbers, np.int64))
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 
 class Tree(NamedTuple):
@@ -137,22 +141,16 @@ class PagedCache:
         if written is not None:
             index, end = index[: self.pages_for(written)], min(end, written)
         if self._store._pool is not None:
-            self._store._pool[:, :, index[0] if len(index) == 1 else index, :end] = 0  # a slice takes half as long
-        for storage in self._store._others:
-            storage[index, :end] = 0
-        for page in pages:
-            assert page not in self._free, f"page {page} was released twice"
-        self._free = sorted([*self._free, *pages])  # one assignment, safe against interrupts; a sorted list is a heap
-
-    def wipe(self, pages: Sequence[int], start: int, end: int) -> None:
-        """Zero the slots of a row's positions [start, end), as far as its pages reach."""
-        size = self.page_size
-        for at in range(start // size, min(len(pages), self.pages_for(end))):
-            low, high = max(0, start - at * size), min(size, end - at * size)
-            if self._store._pool is not None:
-                self._store._pool[:, :, pages[at], low:high] = 0
+            for run in _runs(index):  # slices take half as long as a list
+                self._store._pool[:, :, run, :end] = 0
+        on_device: Tensor | None = None
+        if index:
             for storage in self._store._others:
-                storage[pages[at], low:high] = 0
+                if on_device is None:
+                    on_device = tensor_of(index, storage.device)
+                storage[on_device, :end] = 0
+        assert not {*pages} & {*self._free}, f"some of the pages {[*pages]} were released twice"
+        self._free = sorted([*self._free, *pages])  # one assignment, safe against interrupts; a sorted list is a heap
 
     def layer(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The storage of one layer; allocated at the first use, like `key` and `value` (`[N, kv_heads, head_dim]`)."""
@@ -160,6 +158,11 @@ class PagedCache:
         if known is None:
             known = self._layers[layer_idx] = self._store._place(layer_idx, key, value)
         return known
+
+    @property
+    def storages(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of every layer that has written, `[num_pages, page_size, kv_heads, head_dim]` each."""
+        return list(self._layers.values())
 
     def _place(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         room = (self.num_pages, self.page_size)
@@ -182,26 +185,47 @@ class PagedCache:
             if storage is not None:
                 storage.zero_()
 
-    def copy(self, page: int, to: int) -> None:
-        """Copy the keys and values of a page to another page, in every layer."""
-        for keys, values in self._layers.values():
-            keys[to], values[to] = keys[page], values[page]
+    def copy(self, page: int, to: int, count: int | None = None) -> None:
+        """Copy the keys and values of a page, or of its first `count` slots, to another page, in every layer."""
+        for storage in (one for layer in self._layers.values() for one in layer):
+            storage[to, :count] = storage[page, :count]
+
+    def take_over(self, other: PagedCache, pages: Sequence[int]) -> list[int]:
+        """Copy pages of another cache with the same page size to free pages of this one, which are returned."""
+        to = self.reserve(len(pages) * self.page_size)
+        assert to is not None, f"{len(pages)} pages do not fit into {self.num_free_pages} free ones"
+        for layer_idx, (keys, values) in other._layers.items():
+            own = self.layer(layer_idx, keys[0], values[0])
+            for mine, theirs in zip(own, (keys, values), strict=True):
+                mine[to] = theirs[list(pages)]
+        return to
 
     def move(self, pages: Sequence[int], slots: Sequence[int], to: Sequence[int]) -> None:
         """Copy a row's keys and values from `slots` to the slots `to`, in every layer; the two may overlap."""
         size = self.page_size
-        source, target = (torch.tensor([pages[p // size] * size + p % size for p in places]) for places in (slots, to))
+        source, target = ([pages[p // size] * size + p % size for p in places] for places in (slots, to))
         if self._store._pool is not None:
             pool = self._store._pool.flatten(2, 3)
             pool[:, :, target] = pool[:, :, source]
         for other in self._store._others:
             storage = other.flatten(0, 1)
-            storage[target.to(storage.device)] = storage[source.to(storage.device)]
+            storage[tensor_of(target, storage.device)] = storage[tensor_of(source, storage.device)]
 
     def read(self, layer_idx: int, pages: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
         """Keys and values `[length, kv_heads, head_dim]` of one row, for audits and tests."""
         keys, values = self._layers[layer_idx]
         return keys[list(pages)].flatten(0, 1)[:length], values[list(pages)].flatten(0, 1)[:length]
+
+
+def _runs(pages: Sequence[int]) -> list[slice]:
+    """Slices of consecutive pages."""
+    runs = list[slice]()
+    for page in sorted(pages):
+        if runs and runs[-1].stop == page:
+            runs[-1] = slice(runs[-1].start, page + 1)
+        else:
+            runs.append(slice(page, page + 1))
+    return runs
 
 
 class PackedRows:
@@ -210,11 +234,15 @@ class PackedRows:
     The model's forward receives it as `past_key_values` (and calls `update`) and as the keyword `packed`.
     """
 
+    is_static = False  # whether the call is described in tensors alone, so that its operations can be recorded
+
     def __init__(self, cache: PagedCache, spans: Sequence[Span], device: torch.device | str = "cpu") -> None:
         self.cache, self.spans, self.device = cache, tuple(spans), torch.device(device)
         self._num_tokens = spans[0].length if len(spans) == 1 else sum([span.length for span in spans])
         self.plans: dict[Any, Any] = {}  # values that an attention backend computes once per call, for all layers
         self.attend: Any = None  # the attention function, set by the stack; None: `attention.attend_rows`
+        self.new: tuple[Tensor, Tensor] | None = None
+        """The keys and values of the new tokens, `[kv_heads, N, head_dim]`, while a layer's attention runs."""
         self._positions: Tensor | None = None
 
     @property
@@ -241,9 +269,12 @@ class PackedRows:
     @cached_property
     def _slots(self) -> slice | Tensor:
         size = self.cache.page_size
-        if len(self.spans) == 1 and len(self.spans[0].pages) == 1:
-            first = self.spans[0].pages[0] * size + self.spans[0].start
-            return slice(first, first + self.spans[0].length)
+        if len(self.spans) == 1:
+            pages, at, n, _ = self.spans[0]
+            runs = _runs(pages[at // size : (at + n - 1) // size + 1])
+            if len(runs) == 1 and runs[0].start == pages[at // size]:
+                first = runs[0].start * size + at % size
+                return slice(first, first + n)
         slots = [pages[p // size] * size + p % size for pages, at, n, _ in self.spans for p in range(at, at + n)]
         return tensor_of(slots, self.device)
 

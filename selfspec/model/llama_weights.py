@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from selfspec.kernels.layout import Norm
 from selfspec.model.file_weights import FileWeight, FileWeights
 from selfspec.model.gguf_blocks import Blocks
 from selfspec.model.quantized import is_dense
@@ -22,7 +23,7 @@ SCALED_EMBEDDINGS = ("GemmaTextScaledWordEmbedding", "Gemma3TextScaledWordEmbedd
 ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}  # by class
 UNSERVED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")  # options
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Modules of other packages may compute more than their weights show: a LoRA layer has a `weight`, too.
 KNOWN_MODULES = ("torch.nn.modules.", "transformers.models.", "transformers.activations")
 
@@ -35,14 +36,6 @@ class Linear(NamedTuple):
     def without(self, edited: Collection[int]) -> Linear:
         """Without blocks, if the weight's `id` is among those of edited weights."""
         return self._replace(blocks=None) if id(self.weight) in edited else self
-
-
-class Norm(NamedTuple):
-    """An RMS norm. It multiplies by `weight + offset`, in float32."""
-
-    weight: Tensor
-    eps: float
-    offset: float = 0.0  # 1 in Gemma
 
 
 class Layer(NamedTuple):
@@ -101,12 +94,11 @@ class LlamaWeights(NamedTuple):
 
     @classmethod
     def of(cls, model: Any, file: FileWeights | None = None) -> LlamaWeights | None:
-        """The weights of a causal LM that the compiled engine supports; None for other models.
+        """The weights of a Llama-like causal LM on one device; None for other models.
 
-        It supports Llama-like models on CPU in float32 or bfloat16, without hooks, adapters, quantised weights or
-        modules of other packages.
+        Models with hooks, adapters, quantised weights or modules of other packages are others.
         """
-        if model.device.type != "cpu" or not _is_plain(model):
+        if model.device.type == "meta" or not _is_plain(model):
             return None
         try:
             base, held = model.model, {} if file is None else file.held(deeply=True)
@@ -134,20 +126,12 @@ class LlamaWeights(NamedTuple):
         return [self.head, *(linear for layer in self.layers for linear in layer.linears())]
 
     def _is_served(self) -> bool:
-        first, weights = self.layers[0], [weight for layer in self.layers for weight in layer.weights()]
-        is_alike = all(x.scale == first.scale and _eps_of(x) == _eps_of(first) for x in self.layers)
+        like, weights = self.embedding, [weight for layer in self.layers for weight in layer.weights()]
         is_readable = all(
-            weight.dtype == self.embedding.dtype in DTYPES and weight.device.type == "cpu" and weight.is_contiguous()
-            for weight in (self.embedding, self.head.weight, *weights)
+            weight.dtype == like.dtype in DTYPES and weight.device == like.device and weight.is_contiguous()
+            for weight in (like, self.head.weight, self.norm.weight, *weights)
         )
-        # The compiled layers have one number for the norms before and after a sublayer, and one for queries and keys.
-        norm, mlp, q, k, post, post_mlp = _eps_of(first)
-        is_paired = post in (None, norm) and post_mlp in (None, mlp) and q == k and self.norm.eps == norm
-        return is_alike and is_readable and is_paired and self.head_dim % 2 == 0
-
-
-def _eps_of(layer: Layer) -> list[float | None]:
-    return [norm and norm.eps for norm in layer.norms]
+        return is_readable and self.head_dim % 2 == 0
 
 
 def _is_plain(model: Any) -> bool:

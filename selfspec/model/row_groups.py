@@ -24,11 +24,12 @@ class Group:
 
     positions: Tensor  # [R, n] position of each query; padding repeats a real one
     limit: int  # keys [0, limit) are read
-    pages: slice | Tensor  # consecutive pages, one per row; or [R, pages per row]
-    gather: Tensor | None  # [R * n] index of each query in the packed call; None: the queries are all tokens in order
-    scatter: tuple[Tensor, Tensor] | None  # (index in the packed call, index in R * n) of the real queries
+    pages: slice | Tensor  # consecutive pages: one per row, or all those of a single row; or [R, pages per row]
+    gather: slice | Tensor | None  # [R * n] index of each query in the packed call; None: they are all tokens in order
+    scatter: tuple[slice | Tensor, slice | Tensor] | None  # (index in the packed call, index in R * n) of real queries
     single: bool  # one query: no mask is needed without a window or chunk
     branches: Branches | None = None  # set where some rows are trees
+    is_long: bool = False  # one row that is no tree, of more than `SHORT` new tokens
 
 
 class Branches(NamedTuple):
@@ -47,16 +48,21 @@ def plan_groups(rows: PackedRows) -> list[Group]:
     short = [i for i, span in enumerate(rows.spans) if span.length <= SHORT]
     long = [i for i, span in enumerate(rows.spans) if span.length > SHORT]
     if len(rows.spans) == 1:
-        return [_lone_group(rows, rows.spans[0])]
-    groups = [_padded_group(rows, [i], starts) for i in long]
+        return [_lone_group(rows, rows.spans[0], 0)]
+    groups = [_lone_group(rows, rows.spans[i], starts[i]) for i in long]
     return ([_padded_group(rows, short, starts)] if short else []) + groups
 
 
-def _lone_group(rows: PackedRows, span: Span) -> Group:
-    limit = span.start + span.length
+def _lone_group(rows: PackedRows, span: Span, first: int) -> Group:
+    """The group of one row, whose new tokens begin at `first` in the packed call."""
+    limit, where = span.start + span.length, slice(first, first + span.length)
     pages = _page_index(rows.cache, [span.pages], limit, rows.device)
     branches = None if span.tree is None else _branches([span], span.length, limit, rows.device)
-    return Group(rows.positions, limit, pages, None, None, span.length == 1 and branches is None, branches)
+    is_all, is_chain = span.length == rows.num_tokens, branches is None
+    return Group(
+        rows.positions[:, where], limit, pages, None if is_all else where, None if is_all else (where, slice(None)),
+        span.length == 1 and is_chain, branches, span.length > SHORT and is_chain,
+    )  # fmt: skip
 
 
 def _padded_group(rows: PackedRows, members: Sequence[int], starts: Sequence[int]) -> Group:
@@ -116,8 +122,10 @@ def _branches(spans: Sequence[Span | None], width: int, limit: int, device: torc
 
 
 def _page_index(cache: PagedCache, tables: Sequence[Sequence[int]], limit: int, device: torch.device) -> slice | Tensor:
-    if len(tables) == 1 and len(tables[0]) == 1:
-        return slice(tables[0][0], tables[0][0] + 1)
     need = cache.pages_for(limit)
+    if len(tables) == 1:
+        own = list(tables[0][:need])
+        if own == list(range(own[0], own[0] + need)):
+            return slice(own[0], own[0] + need)
     table = [[*pages[:need], *[pages[0]] * (need - len(pages))] for pages in tables]
     return torch.tensor(table, device=device)

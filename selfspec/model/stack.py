@@ -31,18 +31,25 @@ Value = TypeVar("Value")
 Taps = dict[int, Tensor | None]  # number of layers -> hidden states after so many, set by the call
 
 
-class Body(Protocol):
-    """A faster implementation of layers and head than the views. The methods do what those of `Stack` do."""
+class Layers(Protocol):
+    """A faster implementation of layers than the views. The methods do what those of `Stack` do."""
 
     @property
     def num_bytes(self) -> int: ...
+    def run(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None = None) -> Tensor: ...
+    def refresh(self, deeply: bool = False) -> None: ...
+
+
+class Body(Layers, Protocol):
+    """A faster implementation of layers and head than the views. The methods do what those of `Stack` do."""
+
     @property
     def is_rounded(self) -> bool: ...
-    def run(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None = None) -> Tensor: ...
+    @property
+    def version(self) -> int: ...
     def logits(self, hidden: Tensor, normed: bool) -> Tensor: ...
     def subset_logits(self, hidden: Tensor, subset: Subset) -> Tensor: ...
     def through_heads(self, hidden: Tensor, heads: ExitHeads, layers: Sequence[int]) -> Tensor: ...
-    def refresh(self, deeply: bool = False) -> None: ...
 
 
 class Stack:
@@ -72,9 +79,11 @@ class Stack:
         self.config: Any = self._twin.config
         self.num_layers = len(getattr(self._base, self.family.layers))
         self.llama = LlamaWeights.of(self._twin, file) if self.ranks is None else None
-        """Weights for the compiled engine; None where it does not support the model."""
+        """Weights for executors that compute the layers themselves; None where the layers are of another kind."""
         self.compiled: Body | None = None
         """The implementation that replaces the views, see `selfspec.executors.cpu.install`; None: the views run."""
+        self.recorded: Layers | None = None
+        """What runs the layers in recordings, see `selfspec.executors.cuda.body_choice`; None: the views."""
         self._call = threading.local()  # the taps of the current call, per thread
         self._register_tap_hooks()
         embedding = self._twin.get_input_embeddings().weight
@@ -101,8 +110,8 @@ class Stack:
 
     @property
     def has_draft_heads(self) -> bool:
-        """Whether drafts may be over a part of the vocabulary; rounds in CUDA graphs are over all of it."""
-        return self._draft_head is not None and self.runner is None
+        """Whether drafts may be over a part of the vocabulary."""
+        return self._draft_head is not None
 
     @property
     def default_draft_vocab(self) -> int | None:
@@ -132,8 +141,9 @@ class Stack:
 
     def refresh(self, deeply: bool = False) -> None:
         """Update derived weights after in-place edits; `deeply`: also after edits through `.data`."""
-        if self.compiled is not None:
-            self.compiled.refresh(deeply)
+        for body in (self.compiled, self.recorded):
+            if body is not None:
+                body.refresh(deeply)
 
     @property
     def context_limit(self) -> int:
@@ -149,6 +159,11 @@ class Stack:
             if one.get("rope_type") in ("dynamic", "longrope"):
                 limit = min(limit, int(one.get("original_max_position_embeddings") or limit))
         return limit
+
+    def num_wide(self, num_tokens: int) -> int:
+        """How many of the first `num_tokens` tokens of a prompt are computed in other shapes than tokens of an output,
+        so that their keys and values may differ in bits."""
+        return 0
 
     def agreed(self, value: Value) -> Value:
         """Rank 0's value on every rank of a tensor-parallel model; else `value`."""
@@ -183,8 +198,13 @@ class Stack:
         """Do what `run` does without CUDA graphs."""
         if rows.attend is None:
             rows.attend = self.backend.attend
-        if self.compiled is not None:
-            return self.compiled.run(rows, start, stop, given, taps)
+        body = self.recorded if rows.is_static else self.compiled
+        if body is not None:
+            return body.run(rows, start, stop, given, taps)
+        return self.run_views(rows, start, stop, given, taps)
+
+    def run_views(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None = None) -> Tensor:
+        """Do what `run` does by the model's own modules. `rows` has an attention function."""
         self._call.taps = taps
         view = self._views.get((start, stop))
         if view is None:

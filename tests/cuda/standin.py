@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from selfspec.executors.cuda.fused_body import FusedBody
 from selfspec.executors.cuda.runner import Runner
+from selfspec.kernels import reference
 from selfspec.kernels.suite import REFERENCE
 from tests.cuda.tape import Tape
 
+MOST_TOKENS = 128  # of a row in tests of exact mode
 
-def with_runner(target, budget=1 << 40, max_rows=8, num_bytes=None, kernels=REFERENCE):
-    """The same target, run from recordings by the plain twins, or by other kernels."""
+
+def attend(queries, keys, values, layout, *options, tile_rows=None, split=None):
+    """The twin; if tiles and splits are fixed, over a constant number of keys: then its bits depend on no shape."""
+    if tile_rows and split:
+        layout = layout._replace(most_tokens=MOST_TOKENS)
+    return reference.attend(queries, keys, values, layout, *options)
+
+
+EXACT = REFERENCE._replace(attend=attend)
+
+
+def with_runner(target, budget=1 << 40, max_rows=8, num_bytes=None, kernels=REFERENCE, packing=None):
+    """The same target, run from recordings by the plain twins, or by other kernels.
+
+    `packing`: how fused layers, which the recordings then run, have their weights; None: they run the views.
+    """
     if target.engine == "compiled":  # it reads rows where no recording has them: on the host
         target.stack.compiled = None
     tape = Tape(num_bytes)
-    target.stack.runner = Runner(target.stack, tape.kernels(kernels), tape, budget, max_rows)
+    runner = target.stack.runner = Runner(target.stack, tape.kernels(kernels), tape, budget, max_rows)
+    target.stack.recorded = None if packing is None else FusedBody(target.stack.llama, runner.kernels, packing)
     return target

@@ -30,7 +30,8 @@ WAITS = {  # the host needs an answer of the device, be it only the size of a re
 }  # fmt: skip
 FROM_HOST = {"lift_fresh", "pin_memory", "_pin_memory"}
 SHORT = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
-KERNELS = ("scatter", "attend", "pick", "accept")
+KERNELS = ("scatter", "attend", "pick", "accept", "advance", "add_norm", "rotate", "gate")
+KERNELS += ("pick_two", "grow", "follow", "move")
 
 
 def refusal(func: Any, args: Any) -> str | None:
@@ -170,6 +171,7 @@ class Taped:
     def __init__(self, recorder: Recorder, outputs: tuple[torch.Tensor, ...], tape: Tape) -> None:
         self.outputs, self.kernels, self._tape = outputs, recorder.kernels, tape
         self.steps, self.pool = recorder.steps, list(recorder.pool.values())
+        self.reads = [*recorder.outside]  # the memory from outside, by address
         self.num_bytes = sum(storage.nbytes() for storage in self.pool)
         self.num_replays = 0
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from selfspec.executors.cuda.kernel_check import second_choices_problem
 from selfspec.executors.cuda.runner import Runner, install
 from selfspec.executors.cuda.self_check import round_problem
-from selfspec.kernels.suite import REFERENCE
+from selfspec.kernels.suite import REFERENCE, triton_kernels
 from tests.cuda.standin import with_runner
 from tests.cuda.tape import Tape
 from tests.models import build
@@ -55,6 +56,34 @@ def test_wrong_acceptance_of_right_picks_is_found():
 
     target = with_runner(Target(build("llama"), engine="views"), kernels=REFERENCE._replace(accept=accept))
     assert "two sampled rows" in round_problem(target.stack, target.stack.runner)
+
+
+@pytest.mark.parametrize("name", ["pick_two", "grow", "follow", "move"])
+def test_wrong_kernels_of_second_choices_are_found(name):
+    honest = getattr(REFERENCE, name)
+
+    def flawed_one(*given):
+        if name == "move":
+            return honest(*given[:2], given[2] - 1, given[3])
+        made = honest(*given)
+        last = made[-1] + 1
+        return (*made[:-1], last) if name == "pick_two" else type(made)(*made[:-1], last)
+
+    target = with_runner(Target(build("llama"), engine="views"), kernels=REFERENCE._replace(**{name: flawed_one}))
+    assert round_problem(target.stack, target.stack.runner) == f"the kernel '{name}' differs from its reference"
+
+
+def test_the_kernels_themselves_pass():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    assert second_choices_problem(triton_kernels(), torch.device("cpu")) is None
+
+
+def test_rows_that_a_device_advances_wrongly_are_found():
+    def advance(state, num_kept, *more):
+        REFERENCE.advance(state, num_kept - (num_kept > 0).int(), *more)
+
+    target = with_runner(Target(build("llama"), engine="views"), kernels=REFERENCE._replace(advance=advance))
+    assert "a second round of two sampled rows" in round_problem(target.stack, target.stack.runner)
 
 
 class Forgetful(Tape):

@@ -6,22 +6,32 @@ the host inside a recording fails on CUDA, since the memory it comes from is not
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, Policy, SurvivalStop
+from selfspec.decoding.engine import Engine
 from selfspec.executors.cuda.round_inputs import RoundInputs, RoundKey
+from selfspec.executors.cuda.rounds import RecordedRounds
 from selfspec.executors.cuda.static_rows import StaticRows
 from selfspec.executors.cuda.whole_round import WholeRound
 from selfspec.kernels.suite import REFERENCE
 from selfspec.model import views
+from selfspec.model.draft_vocabulary import HeldSubset
 from selfspec.model.kv_cache import PagedCache
 from selfspec.model.stack import Stack
-from tests.cuda.test_launches import layout
-from tests.models import FAMILIES, GROUPED, SMALL
+from tests.cuda.standin import with_runner
+from tests.cuda.test_launches import RULE, layout
+from tests.cuda.transfers import counted
+from tests.helpers import make_prompts
+from tests.models import FAMILIES, GROUPED, SMALL, build
 from tests.slow import slow
+from tests.target import Target
 
 
 class NoHostCopies(TorchDispatchMode):
@@ -76,13 +86,16 @@ def test_layers_and_heads_copy_nothing_from_the_host(family, dtype):
 
 
 @pytest.mark.usefixtures("meta_is_served")
+@pytest.mark.parametrize("branches", [False, True])
 @pytest.mark.parametrize("stop", ["none", "confidence", "survival"])
 @torch.inference_mode()
-def test_a_round_copies_nothing_from_the_host(stop):
+def test_a_round_copies_nothing_from_the_host(stop, branches):
+    """Drafts over a part of the vocabulary with second choices, too."""
     stack = on_meta("llama", torch.float32)
     cache = PagedCache(4, 16)
-    key = RoundKey(1, 3, 2, 32, 1, True, True, stop, True)
-    body = WholeRound(stack, cache, REFERENCE, RoundInputs(key, cache, stack.device))
+    part = HeldSubset(stack.draft_subset(20)) if branches else None
+    key = RoundKey(1, 3, 2, 32, 1, True, True, stop, 20 * branches, 2 * branches)
+    body = WholeRound(stack, cache, REFERENCE, RoundInputs(key, cache, stack.device, part))
     body()
     with NoHostCopies():
         (record,) = body()
@@ -102,3 +115,114 @@ def check_that_copies_are_seen():
         torch.zeros(()).to("meta")
     with pytest.raises(AssertionError, match="reads memory of the host"), NoHostCopies():
         torch.zeros(2, device="meta").copy_(torch.zeros(2))
+
+
+# ------------------------------------------------------------------------------------- what a round exchanges
+
+
+class Rounds(Policy):
+    """Programs of some rounds, the first one of a single round."""
+
+    def __init__(self, plan, num_rounds):
+        self.made, self.num_rounds, self.is_first = plan, num_rounds, True
+
+    def plan(self, rows):
+        count, self.is_first = 1 if self.is_first else self.num_rounds, False
+        return replace(self.made, draft_lengths=self.made.draft_lengths * len(rows), num_rounds=count)
+
+
+SURVIVAL = SurvivalStop((0.9,) * NUM_BINS, 0.3)
+PLANS = {
+    "plain": (Plan(None, (0,)), 0),
+    "fixed": (Plan(2, (2,)), 0),
+    "confidence": (Plan(1, (3,), 0.2), 1),
+    "survival": (Plan(1, (3,), stop=SURVIVAL, keep_confidence=True), 1),
+    "second choices": (Plan(2, (2,), second_choices=RULE), 1),
+    "a part of the vocabulary": (Plan(2, (2,), draft_vocab=40), 0),
+    "lookup": (Plan(LOOKUP, (3,)), 0),
+}
+
+
+def running(plan, count, num_rounds, **options):
+    """An engine whose rows have run one round, from a recording that has room for their ends."""
+    target = with_runner(Target(build("llama"), engine="views"), max_rows=options.pop("max_rows", 32))
+    engine = Engine(
+        target, policy=Rounds(plan, num_rounds), max_batch_size=count, max_cached_tokens=count * 128, page_size=16,
+        prefill_chunk=4096, burst=60.0,
+    )  # fmt: skip
+    for i, prompt in enumerate(make_prompts([5 + i % 7 for i in range(count)])):
+        hot = {"temperature": 0.9, "seed": i} if i % 2 else {}
+        engine.submit(prompt, ignore_eos=True, **hot, **{"max_new_tokens": 110, **options})
+    engine.step()
+    return engine, target.stack.runner.graphs.capture
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("plain", 1),
+        ("plain", 32),
+        ("fixed", 1),
+        ("fixed", 17),
+        ("confidence", 3),
+        ("survival", 3),
+        ("lookup", 2),
+        ("second choices", 1),
+        ("second choices", 5),
+        ("a part of the vocabulary", 2),
+    ],
+)
+def test_a_program_uploads_its_rows_once_and_a_round_copies_its_record_alone(name, count):
+    plan, num_stops = PLANS[name]
+    engine, tape = running(plan, count, 4)
+    for _ in range(3 if name == "lookup" else 0):  # records rounds with a match, and without
+        engine.step()
+    with counted(tape) as exchange:
+        num_rounds = sum(len(engine.step()) for _ in range(2))
+    assert num_rounds == 8
+    assert exchange.counts["replays"] == exchange.counts["downloads"] == num_rounds
+    assert exchange.counts["waits"] == 0
+    num_filled = num_rounds if name == "lookup" else 2
+    assert exchange.counts["uploads"] == num_filled * (1 + num_stops)
+
+
+def test_rows_that_text_may_end_are_uploaded_every_round():
+    engine, tape = running(Plan(2, (2,)), 2, 4, stopping_criteria=(lambda ids, scores: False,))
+    with counted(tape) as exchange:
+        num_rounds = len(engine.step())
+    assert exchange.counts["replays"] == exchange.counts["downloads"] == exchange.counts["uploads"] == num_rounds
+    assert exchange.counts["waits"] == 0
+
+
+def test_the_host_reads_a_record_while_the_device_runs_the_next_round(monkeypatch):
+    engine, _ = running(Plan(2, (2,)), 2, 4)
+    done, launch, take = [], RecordedRounds.launch, RecordedRounds.take
+    monkeypatch.setattr(RecordedRounds, "launch", lambda self: done.append("launch") or launch(self))
+    monkeypatch.setattr(RecordedRounds, "take", lambda self: done.append("take") or take(self))
+    engine.step()
+    assert done == ["launch", "launch", "take", "launch", "take", "launch", "take", "take"]
+
+
+@pytest.mark.parametrize("plan", [Plan(None, (0,)), Plan(2, (2,))], ids=["plain", "fixed"])
+def test_rounds_by_segments_wait_once(plan):
+    """For larger batches, layers are recorded; the host reads the round's tokens at its end."""
+    engine, tape = running(plan, 2, 2, max_rows=0, max_new_tokens=40)
+    with counted(tape, is_whole=False) as exchange:
+        num_rounds = len(engine.step())
+    assert num_rounds == 2 and exchange.counts["replays"] >= num_rounds
+    assert exchange.counts["waits"] == num_rounds
+
+
+def test_waits_and_copies_that_block_are_seen():
+    engine, tape = running(Plan(None, (0,)), 1, 2)
+    record = tape.made[0].outputs[0]
+    with counted(tape) as exchange, torch.inference_mode():
+        for wait in (record.tolist, record[0, 0].item, record.nonzero):
+            before = exchange.counts["waits"]
+            wait()
+            assert exchange.counts["waits"] > before
+        with pytest.raises(AssertionError, match="blocks"):
+            torch.ones(record[0].shape).copy_(record[0])
+        with pytest.raises(AssertionError, match="memory of the host"):
+            record + torch.ones(record.shape)
+    assert engine.has_work

@@ -53,7 +53,16 @@ PLANS = {
     "stopped by confidence, sampled": (2, HOT, lambda n: Plan(1, (4,) * n, 0.5, keep_confidence=True)),
     "looks at layers": (2, {}, lambda n: Plan(2, (2,) * n, shadow=ShadowPlan((1, 3), (0, 1), 4))),
     "second choices": (1, {}, lambda n: Plan(2, (3,) * n, second_choices=RULE)),
+    "second choices, sampled, three rows": (3, HOT, lambda n: Plan(2, (3,) * n, second_choices=RULE)),
+    "a part of the vocabulary": (2, HOT, lambda n: Plan(1, (3,) * n, draft_vocab=40)),
+    "a part of the vocabulary, second choices": (
+        1,
+        {},
+        lambda n: Plan(1, (2,) * n, second_choices=RULE, draft_vocab=40),
+    ),
 }
+FUSED = ("plain, one row", "fixed, four rows", "fixed, nine rows")  # plans that are run by fused layers, too
+NAMES = (*PLANS, *(f"fused layers: {name}" for name in FUSED))
 
 
 class Once(Policy):
@@ -68,36 +77,38 @@ class Once(Policy):
 
 def launches(name):
     """The kernels of every recording that two rounds make, in order; those of equal layers in one line."""
-    count, how, make = PLANS[name]
-    target = with_runner(Target(build("llama"), engine="views"))
+    plan = name.removeprefix("fused layers: ")
+    count, how, make = PLANS[plan]
+    target = with_runner(Target(build("llama"), engine="views"), packing=None if plan == name else "copy")
     engine = Engine(target, policy=Once(make), max_batch_size=count, max_cached_tokens=64 * count, page_size=16)
     for prompt in make_prompts([5 + i for i in range(count)]):
         engine.submit(prompt, max_new_tokens=20, **how)
     engine.step()
     engine.step()
     tape = target.stack.runner.graphs.capture
-    return [lines(made.kernels) for made in tape.made]
+    size = 2 if plan == name else 5  # kernels of a layer, without products
+    return [lines(made.kernels, size) for made in tape.made]
 
 
-def lines(kernels):
-    """Kernels in order; pairs that repeat (`scatter`, `attend` of one layer after another) are counted."""
+def lines(kernels, size):
+    """Kernels in order; groups of `size` that repeat (those of one layer after another) are counted."""
     done, at = [], 0
     while at < len(kernels):
-        pair = kernels[at : at + 2]
+        group = kernels[at : at + size]
         count = 1
-        while len(pair) == 2 and kernels[at + 2 * count : at + 2 * count + 2] == pair:
+        while len(group) == size and kernels[at + size * count : at + size * (count + 1)] == group:
             count += 1
-        taken = pair if count > 1 else pair[:1]
+        taken = group if count > 1 else group[:1]
         done.append(f"{count} x {' '.join(taken)}")
         at += count * len(taken)
     return done
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_plan_runs_the_kernels_that_are_written_down(name):
     assert launches(name) == json.loads(FILE.read_text("utf-8"))[name]
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    FILE.write_text(json.dumps({name: launches(name) for name in PLANS}, indent=1) + "\n", "utf-8")
+    FILE.write_text(json.dumps({name: launches(name) for name in NAMES}, indent=1) + "\n", "utf-8")

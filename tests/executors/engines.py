@@ -33,7 +33,9 @@ from tests.models import build
 from tests.target import Target
 from tests.tokenizers import byte_tokenizer
 
-EXECUTORS = ("views", "eager", "cpu", "cuda")  # the eager one on views and on the compiled body, and the other two
+# The eager one on views and on the compiled body, the compiled one, and recordings of views and of fused layers.
+EXECUTORS = ("views", "eager", "cpu", "cuda", "fused")
+RECORDED = ("cuda", "fused")
 BYTES = {"vocab_size": 257, "eos_token_id": 256, "pad_token_id": 256}
 WAYS = ({}, {"temperature": 0.9, "top_p": 0.9}, {"temperature": 1.1}, {"temperature": 1.0, "top_k": 20})
 PENALTIES = (
@@ -52,9 +54,14 @@ NUM_REQUESTS = 2 * len(LENGTHS)  # the second half has penalties
 def target(kind):
     """A model of bytes, whose output may be ended by any text; shared, so nothing may change it."""
     model, tokenizer = build("llama", **BYTES), byte_tokenizer()
-    if kind == "cuda":
-        return with_runner(Target(model, tokenizer, engine="views"))
+    if kind in RECORDED:
+        return recorded(kind, Target(model, tokenizer, engine="views"))
     return Target(model, tokenizer, engine="views" if kind == "views" else "compiled")
+
+
+def recorded(kind, made):
+    """The same target, run from recordings."""
+    return with_runner(made, packing="copy" if kind == "fused" else None)
 
 
 @contextmanager
@@ -69,7 +76,7 @@ def engine_of(kind, made=None, **options):
     """An engine whose plans that executor runs, where it serves them."""
     settings = {"max_batch_size": 4, "max_cached_tokens": 512, "page_size": PAGE, "burst": 60.0, **options}
     made = target(kind) if made is None else made
-    if kind in ("cpu", "cuda"):
+    if kind in ("cpu", *RECORDED):
         return Engine(made, **settings)
     with only_eager():
         return Engine(made, **settings)

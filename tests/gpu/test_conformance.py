@@ -57,6 +57,18 @@ def test_speculation_from_recordings_is_plain_decoding(place, family):
     assert recorded.stack.runner.refused == ("aten._grouped_mm.default" if family in GROUPED else None)
 
 
+@on_places
+@pytest.mark.parametrize(("exit_layer", "longest", "least"), [(None, 0, 0.0), (2, 3, 0.0), (1, 5, 0.3)])
+def test_programs_of_several_rounds_are_plain_decoding(place, exit_layer, longest, least):
+    recorded, eager = targets("llama", place)
+    prompts = make_prompts([5, 23, 40])
+    how = {"max_new_tokens": [24, 9, 31], "temperature": [0.0, 0.8, 1.0], "seed": [1, 2, 3], "top_p": [1.0, 1.0, 0.9]}
+    plain = decode(eager, prompts, Always(None, 0), **how)
+    policy = Always(exit_layer, longest, least, num_rounds=99)
+    spoken = decode(recorded, prompts, policy, engine={"page_size": 64, "burst": 60.0}, **how)
+    assert [one.tokens for one in spoken] == [one.tokens for one in plain]
+
+
 def fix_routes(model):
     """Make the routers of a mixture of experts choose the same experts for every token.
 

@@ -34,6 +34,12 @@ def test_scatter_agrees(dtype):
     assert_agree(twins.check_scatter(DEVICE, dtype))
 
 
+@on_dtypes
+@pytest.mark.parametrize("heads", twins.HEADS, ids=lambda heads: ":".join(map(str, heads)))
+def test_kernels_of_fused_layers_agree(heads, dtype):
+    assert_agree(twins.check_layers(DEVICE, dtype, heads))
+
+
 @pytest.mark.parametrize("check", [twins.check_pick, twins.check_accept])
 def test_picks_and_acceptance_agree(check):
     assert_agree(check(DEVICE))

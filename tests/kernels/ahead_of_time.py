@@ -21,10 +21,29 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from selfspec.kernels import fused_accept, fused_pick, kv_scatter, paged_attention
+from selfspec.kernels import (
+    draft_tree,
+    fused_accept,
+    fused_advance,
+    fused_gate,
+    fused_norm,
+    fused_pick,
+    fused_rotary,
+    kv_scatter,
+    paged_attention,
+    reference_trees,
+)
+from selfspec.kernels.layout import Norm
 from tests.kernels import samples
 
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
 
 
 class Launch(NamedTuple):
@@ -44,6 +63,8 @@ class Compiled(NamedTuple):
     stack_bytes: int  # what is spilled lies here
     shared_bytes: int
     warps: int
+    copies: list[int]  # bytes of each asynchronous copy to shared memory, in the code
+    under_way: int  # groups of such copies that may be under way while a loop computes
 
 
 @contextmanager
@@ -89,8 +110,11 @@ def compile_launch(call: str, launch: Launch, capability: int = 90) -> Compiled:
     """
     made = triton.compile(source_of(launch), target=GPUTarget("cuda", capability, 32), options=launch.options)
     registers, stack = resources(made.asm["cubin"])
-    metadata = made.metadata
-    return Compiled(call, launch.kernel.fn.__name__, registers, stack, metadata.shared, metadata.num_warps)
+    metadata, code = made.metadata, made.asm["ptx"]
+    copies = [int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\.[^;]*, 0x([0-9a-f]+)", code)]
+    under_way = max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", code)), default=0)
+    name = launch.kernel.fn.__name__
+    return Compiled(call, name, registers, stack, metadata.shared, metadata.num_warps, copies, under_way)
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
@@ -111,10 +135,25 @@ def calls() -> dict[str, Callable[[], Any]]:
 
     def attend(dim: int, heads: int, kv_heads: int, new: int, trees: bool = False, **options: Any) -> Callable[[], Any]:
         one = samples.paged([(70, new)], heads, kv_heads, dim, 64, trees=trees, dtype=torch.bfloat16)
-        return lambda: paged_attention.attend(one.queries, one.keys, one.values, one.layout, dim**-0.5, **options)
+        layout = one.layout._replace(most_tokens=options.pop("most_tokens", 2048))
+        return lambda: paged_attention.attend(one.queries, one.keys, one.values, layout, dim**-0.5, **options)
 
     def pick(*kinds: tuple[float, int, float, float]) -> Callable[[], Any]:
         return lambda: fused_pick.pick(torch.zeros(len(kinds), 128256), samples.sampling(kinds, 0))
+
+    def pick_two() -> None:
+        how = samples.sampling([(0.8, 50, 0.9, 0.0)], 0)
+        fused_pick.pick_two(torch.zeros(1, 16032), how, names=torch.arange(16032))
+
+    def tree() -> None:
+        given = samples.drafts(2, 5)
+        draft_tree.grow(*given, 5)
+        grown = reference_trees.grow(*given, 5)
+        draft_tree.follow(grown, torch.zeros(22, dtype=torch.int64), 6)
+
+    def move() -> None:
+        pages, slots = torch.zeros(2, 4, 64, 8, 128, dtype=torch.bfloat16), torch.arange(4)
+        kv_scatter.move(*pages, slots, slots + 9)
 
     def scatter() -> None:
         one = samples.paged([(70, 5)], 8, 8, 128, 64, dtype=torch.bfloat16)
@@ -125,13 +164,51 @@ def calls() -> dict[str, Callable[[], Any]]:
         sums = torch.zeros(2, 8, dtype=torch.int64)
         fused_accept.accept(ids, ids, small, small, small, ids.view(2, 4), 8, sums)
 
+    def advance() -> None:
+        small = torch.zeros(32, dtype=torch.int32)
+        fused_advance.advance(torch.zeros(32, 15, dtype=torch.int64), small, small, small.long())
+
+    def norm(size: int, offset: float = 0.0) -> Norm:
+        return Norm(torch.zeros(size, dtype=torch.bfloat16), 1e-6, offset)
+
+    def add_norm(size: int, *norms: Norm | None) -> Callable[[], Any]:
+        hidden = torch.zeros(2, size, dtype=torch.bfloat16)
+        return lambda: fused_norm.add_norm(hidden, hidden, *norms)
+
+    def rotate(heads: int, kv_heads: int, dim: int, *norms: Norm) -> Callable[[], Any]:
+        one = samples.paged([(70, 5)], heads, kv_heads, dim, 64, dtype=torch.bfloat16)
+        qkv = torch.zeros(5, (heads + 2 * kv_heads) * dim, dtype=torch.bfloat16)
+        angles = torch.zeros(2, 128, dim // 2, dtype=torch.bfloat16)
+        return lambda: fused_rotary.rotate(
+            qkv, one.keys, one.values, one.layout.slots, one.layout.positions, *angles, *norms
+        )
+
+    def gate(inner: int, activation: str) -> Callable[[], Any]:
+        return lambda: fused_gate.gate(torch.zeros(2, 2 * inner, dtype=torch.bfloat16), activation)
+
     return {
+        "add_norm, 4096": add_norm(4096, norm(4096)),
+        "add_norm, 576": add_norm(576, norm(576)),
+        "add_norm, 8192, no norm": add_norm(8192, None),
+        "add_norm, 5376, a norm before": add_norm(5376, norm(5376, 1.0), norm(5376, 1.0)),
+        "add_norm, 16384": add_norm(16384, norm(16384)),
+        "rotate, 32:8 heads of 128": rotate(32, 8, 128),
+        "rotate, 32:8 heads of 128, norms": rotate(32, 8, 128, norm(128), norm(128)),
+        "rotate, 8:4 heads of 256, norms of Gemma": rotate(8, 4, 256, norm(256, 1.0), norm(256, 1.0)),
+        "gate, silu, 14336": gate(14336, "silu"),
+        "gate, gelu, 21504": gate(21504, "gelu_tanh"),
         "scatter, 8 key heads of 128": scatter,
         "attend, 1 token, 32:8 heads of 128": attend(128, 32, 8, 1),
         "attend, 5 tokens, 32:8 heads of 128": attend(128, 32, 8, 5),
         "attend, 16 tokens, 32:8 heads of 128": attend(128, 32, 8, 16),
         "attend, 5 tokens, 32:32 heads of 128": attend(128, 32, 32, 5),
+        "attend, 5 tokens, 9:3 heads of 64": attend(64, 9, 3, 5),
         "attend, 5 tokens, 32:8 heads of 64": attend(64, 32, 8, 5),
+        "attend, 1 token, 16:8 heads of 256": attend(256, 16, 8, 1),
+        "attend, 5 tokens, 32:8 heads of 128, one split": attend(128, 32, 8, 5, most_tokens=100),
+        "attend, 5 tokens, 32:8 heads of 128, exact": attend(128, 32, 8, 5, tile_rows=16, split=256),
+        "attend, prompt of 128, 32:8 heads of 128, exact": attend(128, 32, 8, 128, tile_rows=64, split=1024),
+        "attend, prompt of 128, 16:8 heads of 256, exact": attend(256, 16, 8, 128, tile_rows=64, split=1024),
         "attend, 5 tokens, 16:8 heads of 256, window, softcap": attend(256, 16, 8, 5, window=64, softcap=50.0),
         "attend, 5 tokens, 64:8 heads of 64, window, sinks": attend(64, 64, 8, 5, window=64, sinks=torch.zeros(64)),
         "attend, 5 tokens, 40:8 heads of 128, chunks": attend(128, 40, 8, 5, chunk=8192),
@@ -142,6 +219,10 @@ def calls() -> dict[str, Callable[[], Any]]:
         "pick, sampled, 128256 tokens": pick((0.8, 0, 1.0, 0.0)),
         "pick, filtered, 128256 tokens": pick((0.8, 50, 0.9, 0.0)),
         "accept, 8 places": accept,
+        "advance, 32 rows": advance,
+        "pick of two, filtered, 16032 of the tokens": pick_two,
+        "second choices beside 5 drafted tokens": tree,
+        "moved, 8 key heads of 128": move,
     }
 
 

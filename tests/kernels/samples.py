@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from selfspec.control.plan import CONFIDENCE_EDGES, NUM_BINS
 from selfspec.kernels.layout import MOST_NODES, Layout, SamplingTensors, Trees
 from selfspec.model.attention_backends import tree_lines
 from selfspec.model.kv_cache import Span, Tree
@@ -98,6 +99,37 @@ def layout_of(
         Trees(ints(roots), ints(nodes), ints(ancestors, torch.int64)) if trees else None,
     )  # fmt: skip
     return layout, sum(need) + 2
+
+
+class Drafts(NamedTuple):
+    """The arguments of `draft_tree.grow`, without the last one."""
+
+    last: Tensor
+    drafted: Tensor
+    seconds: Tensor
+    sure: Tensor
+    chains: Tensor
+    content: Tensor
+    room: Tensor
+    rule: Tensor
+    edges: Tensor
+
+
+def drafts(slots: int, length: int, seed: int = 0, device: torch.device | str = "cpu") -> Drafts:
+    """Drafts of up to `length` tokens with any confidences, in rows with little room, and a rule; some are empty."""
+    rng, dice = torch.Generator().manual_seed(seed), random.Random(seed)
+    chains = torch.randint(-1, length + 1, (slots,), generator=rng)
+    first, second = torch.randint(0, 9, (2, slots, length), generator=rng)
+    second = torch.where(second == first, second + 9, second)
+    rates = torch.rand(2 * NUM_BINS, generator=rng, dtype=torch.float64)
+    bounds = torch.tensor([dice.choice([-1.0, 0.05, 0.2]), dice.choice([0.0, 0.3])], dtype=torch.float64)
+    content = torch.randint(1, 90, (slots,), generator=rng)
+    room = 1 + chains.clamp(min=0) + torch.randint(0, length + 2, (slots,), generator=rng)
+    given = (
+        torch.randint(0, 9, (slots,), generator=rng), first, second, torch.rand(slots, length, generator=rng), chains,
+        content, room, torch.cat((bounds, rates)), torch.tensor(CONFIDENCE_EDGES, dtype=torch.float64),
+    )  # fmt: skip
+    return Drafts(*(one.to(device) for one in given))
 
 
 def sampling(kinds: Sequence[tuple[float, int, float, float]], seed: int, device: torch.device | str = "cpu") -> Any:

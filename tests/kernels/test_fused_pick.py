@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.executors.pick import Sampling, pick_surely
+from selfspec.executors.pick import Sampling, Subset, pick_surely, scored, second_choices, surely
 from selfspec.kernels import reference
 from selfspec.kernels.gumbel import gumbel
 from selfspec.kernels.layout import SamplingTensors
@@ -57,6 +57,44 @@ def test_kernel_picks_as_its_twin(kinds, vocab, seed, given_noise):
     got, got_sure = fused_pick.pick(logits, sampling, noise)
     assert torch.equal(got, wanted)
     torch.testing.assert_close(got_sure, wanted_sure, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("pick_two", "examples"), [(reference.pick_two, 40), (fused_pick.pick_two, 8)])
+def test_parts_of_a_vocabulary_and_second_choices_are_picked_as_by_the_engine(pick_two, examples):
+    @settings(max_examples=examples)
+    @given(kinds=st.lists(a_kind, min_size=1, max_size=3), size=st.sampled_from([2, 33]), seed=st.integers(0, 10_000))
+    def check(kinds, size, seed):
+        rng = torch.Generator().manual_seed(seed)
+        logits, sampling = logits_for(len(kinds), size, seed), samples.sampling(kinds, seed)
+        names = torch.randperm(300, generator=rng)[:size].sort().values
+        each = [Sampling(*kind, one) for kind, one in zip(kinds, sampling.seeds.tolist(), strict=True)]
+        found = scored(logits, each, sampling.positions, None, Subset(names, 300))
+        wanted, sure = surely(found)
+        for held in (names, None):
+            if held is None:  # noise of other tokens
+                found = scored(logits, each, sampling.positions)
+                wanted, sure = surely(found)
+            got, got_sure, got_seconds = pick_two(logits, sampling, names=held)
+            seconds = second_choices(found, wanted)
+            assert torch.equal(got, wanted if held is None else names[wanted])
+            assert torch.equal(got_seconds, seconds if held is None else names[seconds])
+            torch.testing.assert_close(got_sure, sure, rtol=1e-4, atol=1e-6)
+
+    check()
+
+
+def test_second_choices_in_the_block_of_the_first_and_in_others():
+    vocab = 2 * fused_pick.BLOCK + 5
+    logits, sampling = logits_for(4, vocab, 1), samples.sampling([(0.0, 0, 1.0, 0.0)] * 4, 0)
+    for row, (first, second) in enumerate([(7, 9), (7, vocab - 1), (vocab - 1, vocab - 2), (fused_pick.BLOCK, 3)]):
+        logits[row, first], logits[row, second] = 99.0, 98.0
+    logits[3, 4] = 98.0  # as likely, and higher
+    names = 3 * torch.arange(vocab)
+    for held in (None, names):
+        got = fused_pick.pick_two(logits, sampling, names=held)
+        wanted = reference.pick_two(logits, sampling, names=held)
+        assert torch.equal(got[0], wanted[0]) and torch.equal(got[2], wanted[2])
+    assert (wanted[2] // 3).tolist() == [9, vocab - 1, vocab - 2, 3]
 
 
 def test_a_vocabulary_of_several_blocks():

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfspec.kernels import reference
+from selfspec.kernels.attention_splits import tile_rows_for
 from selfspec.model.attention import Reach, attend_rows
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from tests.kernels import samples
@@ -80,10 +81,11 @@ def check(call, **options):
     return got
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_kernel_reads_rows_of_several_stretches(dim):
-    edges = [paged_attention.SPLIT + offset for offset in (-3, -2, 0)]
-    check(samples.paged([(edge, 3) for edge in edges] + [(2 * paged_attention.SPLIT + 5, 1)], 2, 1, dim, 64))
+@pytest.mark.parametrize("split", [None, 256])
+@pytest.mark.parametrize("dim", [64, 256])
+def test_kernel_reads_rows_of_several_stretches(dim, split):
+    edges = [256 + offset for offset in (-3, -2, 0)]
+    check(samples.paged([(edge, 3) for edge in edges] + [(2 * 256 + 5, 1)], 2, 1, dim, 64), split=split)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,7 @@ def test_stretches_that_hold_nothing_visible_add_nothing(options):
 
 @pytest.mark.parametrize("options", [{}, {"window": 9}, {"sinks": torch.tensor([0.5, 3.0, 0.0, -1.0])}])
 def test_kernel_reads_prompts_in_blocks_of_queries(options):
-    assert paged_attention.SHORT < 40
+    assert tile_rows_for(2, 40, 4) < 2 * 40
     check(samples.paged([(0, 40), (30, 33), (5, 1)], 4, 2, 16, 16), **options)
 
 
@@ -103,35 +105,14 @@ def test_tree_of_as_many_nodes_as_a_mask_has_bits():
     check(samples.paged([(0, samples.MOST_NODES)], 2, 1, 16, 16, trees=True))
 
 
+def test_drafts_with_many_second_choices_are_split_along_their_rows():
+    call = samples.paged([(600, 24), (3, paged_attention.SHORT)], 4, 2, 16, 16, trees=True)
+    assert call.layout.most_new <= paged_attention.SHORT
+    check(call)
+
+
 def test_bfloat16_is_read_as_it_is():
     check(samples.paged([(20, 3), (0, 1)], 4, 2, 64, 16, dtype=torch.bfloat16))
-
-
-def test_a_row_is_the_same_to_the_last_bit_beside_any_others():
-    alone = samples.paged([(300, 3)], 4, 2, 16, 16)
-    keys, values, layout = alone.keys, alone.values, alone.layout
-    wanted = paged_attention.attend(alone.queries, keys, values, layout, 0.25, tile_rows=16)
-    other = samples.paged([(700, 5), (0, 0), (11, 2)], 4, 2, 16, 16, seed=1)
-    below = other.layout
-    both = layout._replace(
-        starts=torch.cat([below.starts, layout.starts + len(other.queries)]),
-        counts=torch.cat([below.counts, layout.counts]),
-        lengths=torch.cat([below.lengths, layout.lengths]),
-        pages=torch.nn.functional.pad(
-            layout.pages + len(other.keys), (0, below.pages.shape[1] - layout.pages.shape[1])
-        ),
-        rows=torch.cat([below.rows, layout.rows + 3]),
-        positions=torch.cat([below.positions, layout.positions]),
-        most_new=below.most_new,
-        most_tokens=below.most_tokens,
-    )
-    both = both._replace(pages=torch.cat([below.pages, both.pages]))
-    queries, keys, values = (
-        torch.cat(pair)
-        for pair in zip((other.queries, other.keys, other.values), (alone.queries, keys, values), strict=True)
-    )
-    got = paged_attention.attend(queries, keys, values, both, 0.25, tile_rows=16)
-    assert torch.equal(got[len(other.queries) :], wanted)
 
 
 def test_queries_may_come_head_by_head():

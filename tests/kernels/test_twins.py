@@ -7,7 +7,16 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from selfspec.kernels import fused_accept, fused_pick, paged_attention, reference
+from selfspec.kernels import (
+    draft_tree,
+    fused_accept,
+    fused_advance,
+    fused_pick,
+    kv_scatter,
+    paged_attention,
+    reference,
+    reference_trees,
+)
 from tests.kernels import twins
 
 
@@ -17,7 +26,8 @@ def small_cases():
 
 def test_every_kernel_agrees_with_its_twin():
     cases = small_cases()
-    assert {case.kernel for case in cases} == {"scatter", "attend", "pick", "accept"}
+    names = {"scatter", "attend", "pick", "accept", "advance", "rotate", "add_norm", "gate"}
+    assert {case.kernel for case in cases} == names | {"pick_two", "grow", "follow", "move"}
     assert [case for case in cases if not case.agrees] == []
 
 
@@ -34,4 +44,15 @@ def test_a_broken_kernel_is_found(monkeypatch):
     monkeypatch.setattr(
         fused_accept, "accept", lambda *given: reference.accept(*given[:4], torch.ones_like(given[4]), *given[5:])
     )
-    assert {case.kernel for case in small_cases() if not case.agrees} == {"attend", "pick", "accept"}
+    monkeypatch.setattr(
+        fused_advance, "advance", lambda rows, kept, ended, last: reference.advance(rows, kept, 0 * ended, last)
+    )
+    for owner, name, honest in (
+        (draft_tree, "grow", reference_trees.grow),
+        (draft_tree, "follow", reference_trees.follow),
+    ):
+        monkeypatch.setattr(owner, name, lambda *given, honest=honest: honest(*given)._replace(counts=given[-1]))
+    monkeypatch.setattr(kv_scatter, "move", lambda *given: None)
+    monkeypatch.setattr(fused_pick, "pick_two", lambda *given, names: reference.pick_two(*given, None, names + 3))
+    found = {case.kernel for case in small_cases() if not case.agrees}
+    assert found == {"attend", "pick", "accept", "advance", "pick_two", "grow", "follow", "move"}

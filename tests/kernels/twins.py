@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec.kernels import reference
+from selfspec.kernels import layer_reference, reference, reference_trees
 from selfspec.kernels.gumbel import gumbel
-from selfspec.kernels.layout import SamplingTensors
+from selfspec.kernels.layout import Norm, SamplingTensors
 from tests.kernels import samples
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # largest relative error in norm
@@ -52,8 +52,11 @@ def check_kernels(
         for one in heads:
             yield from check_attention(place, dtype, one, seed, most)
         yield from check_prompts(place, dtype, seed, most)
+        yield from check_layers(place, dtype, heads[0], seed, most)
     yield from check_pick(place, seed, most)
     yield from check_accept(place, seed)
+    yield from check_advance(place, seed)
+    yield from check_second_choices(place, seed, most)
 
 
 def check_scatter(device: torch.device, dtype: torch.dtype, seed: int = 0, most: int = MOST) -> Iterator[Case]:
@@ -110,6 +113,44 @@ def _attention_error(attend: Callable[..., Tensor], call: samples.Paged, options
     return error if error == error else float("inf")
 
 
+def check_layers(
+    device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], seed: int = 0, most: int = MOST
+) -> Iterator[Case]:
+    """The kernels of fused layers, with norms of both kinds and each activation."""
+    from selfspec.kernels.fused_gate import gate
+    from selfspec.kernels.fused_norm import add_norm
+    from selfspec.kernels.fused_rotary import rotate
+
+    rng = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=rng, dtype=dtype, device=device)
+
+    def case(kernel: str, name: str, got: Sequence[Tensor], wanted: Sequence[Tensor]) -> Case:
+        errors = [(a.float() - b.float()).norm() / b.float().norm() for a, b in zip(got, wanted, strict=True)]
+        error = float(torch.stack(errors).max())
+        return Case(kernel, f"{name}, {_name(dtype)}", error if error == error else float("inf"), TOLERANCE[dtype])
+
+    num_heads, kv_heads, dim = heads
+    call = samples.paged([(most - 5, 5), (0, 0), (0, 1)], *heads, 64, seed, padding=1, dtype=dtype, device=device)
+    qkv, angles = normal(len(call.queries), (num_heads + 2 * kv_heads) * dim), normal(2, most, dim // 2)
+    where = call.layout.slots, call.layout.positions
+    for offset in (0.0, 1.0):
+        norms = [Norm(normal(size), 1e-6, offset) for size in (dim, dim, most, most)]
+        made = []
+        for kernel in (rotate, layer_reference.rotate):
+            keys, values = torch.zeros_like(call.keys), torch.zeros_like(call.values)
+            made.append((kernel(qkv, keys, values, *where, *angles, *norms[:2]), keys, values))
+        yield case("rotate", f"norms with offset {offset:g}", *made)
+        hidden = normal(2, 3, most)
+        calls = (add(*hidden, *norms[2:]) for add in (add_norm, layer_reference.add_norm))
+        yield case("add_norm", f"offset {offset:g}", *calls)
+    for activation in ("silu", "gelu_tanh"):
+        gate_up = normal(3, 2 * most)
+        got, wanted = ([one(gate_up, activation)] for one in (gate, layer_reference.gate))
+        yield case("gate", activation, got, wanted)
+
+
 def check_pick(device: torch.device, seed: int = 0, most: int = MOST) -> Iterator[Case]:
     """Picks over vocabularies of real models; and the noise, against the processor's, as what it makes of zeros."""
     from selfspec.kernels.fused_pick import pick
@@ -157,6 +198,52 @@ def check_accept(device: torch.device, seed: int = 0) -> Iterator[Case]:
     live = given[3] > 0
     wrong = sum(int((a[live] != b[live]).sum()) for a, b in zip(got, wanted, strict=True))
     yield Case("accept", f"{slots} rows", float(wrong + int((sums[0] != sums[1]).sum())), 0.0)
+
+
+def check_advance(device: torch.device, seed: int = 0) -> Iterator[Case]:
+    """Every column of the rows, those that stay included, for a number of rows that is no power of two."""
+    from selfspec.kernels.fused_advance import advance
+
+    rng = torch.Generator().manual_seed(seed)
+    for slots in (1, 23):
+        rows = torch.randint(0, 1 << 40, (slots, 13), generator=rng).to(device)
+        kept, ended = torch.randint(0, 9, (slots,), generator=rng), torch.randint(0, 3, (slots,), generator=rng)
+        last = torch.randint(0, 1 << 40, (slots,), generator=rng)
+        given = [kept.int().to(device), ended.int().to(device), last.to(device)]
+        got, wanted = rows.clone(), rows.clone()
+        advance(got, *given)
+        reference.advance(wanted, *given)
+        yield Case("advance", f"{slots} rows", float((got != wanted).sum()), 0.0)
+
+
+def check_second_choices(device: torch.device, seed: int = 0, most: int = MOST) -> Iterator[Case]:
+    """Second choices from the picks over a part of the vocabulary to the moves of their keys and values."""
+    from selfspec.kernels.draft_tree import follow, grow
+    from selfspec.kernels.fused_pick import pick_two
+    from selfspec.kernels.kv_scatter import move
+
+    rng = torch.Generator().manual_seed(seed)
+    size = 16032 if most >= 1024 else 300
+    logits, names = (4 * torch.randn(len(KINDS), size, generator=rng)).to(device), 3 * torch.arange(size, device=device)
+    sampling = samples.sampling(KINDS, seed, device)
+    got, wanted = pick_two(logits, sampling, names=names), reference.pick_two(logits, sampling, names=names)
+    scores = reference.scores(logits, sampling, names=names)
+    for name, at in (("firsts", 0), ("seconds", 2)):
+        lost = scores.gather(1, wanted[at][:, None] // 3) - scores.gather(1, got[at][:, None] // 3)
+        lost = torch.where(got[at] == wanted[at], 0, lost[:, 0])  # where a filter leaves one token, the second has -inf
+        yield Case("pick_two", f"{name} of {size} tokens", float(lost.abs().max()), NEAR)
+    given = samples.drafts(33, 7, seed, device)
+    tree, twin = grow(*given, 5), reference_trees.grow(*given, 5)
+    yield Case("grow", "33 rows", float(sum(int((a != b).sum()) for a, b in zip(tree, twin, strict=True))), 0.0)
+    picks = torch.randint(0, 4, (twin.tokens.numel(),), generator=rng).to(device)
+    branches, wanted_branches = follow(twin, picks, 8), reference_trees.follow(twin, picks, 8)
+    wrong = sum(int((a != b).sum()) for a, b in zip(branches, wanted_branches, strict=True))
+    yield Case("follow", "33 rows", float(wrong), 0.0)
+    made = [torch.arange(2 * 4 * 64 * 8 * 128.0, device=device).view(2, 4, 64, 8, 128) for _ in range(2)]
+    source, target = torch.tensor([200, 100, 255], device=device), torch.tensor([7, -1, 0], device=device)
+    for one, pages in zip((move, reference_trees.move), made, strict=True):
+        one(*pages, source, target)
+    yield Case("move", "3 tokens", float((made[0] != made[1]).sum()), 0.0)
 
 
 def _name(dtype: torch.dtype) -> str:

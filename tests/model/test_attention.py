@@ -6,12 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.bias import CausalBias
+from torch.overrides import TorchFunctionMode
 
 from selfspec.model.attention import attend
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.row_groups import SHORT, plan_groups
+from selfspec.model.stack import Stack
+from tests.helpers import make_prompts
+from tests.models import build
 
 HEAD_DIM = 4
 
@@ -120,3 +126,83 @@ def test_rows_on_neighbouring_pages_are_read_without_a_gather():
 def test_long_rows_go_alone_and_short_ones_together():
     groups = grouped([([0], 0, 2), ([1], 0, SHORT + 1), ([2], 0, SHORT), ([3], 0, SHORT + 9)])
     assert [group.positions.shape[1] for group in groups] == [SHORT, SHORT + 1, SHORT + 9]
+
+
+# ---------------------------------------------------------------------------------------------------------- prompts
+
+
+@pytest.fixture
+def masks():
+    """The masks that torch's attention is given, and whether it is told to be causal."""
+    given = []
+
+    class Listening(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            kwargs = kwargs or {}
+            if function is F.scaled_dot_product_attention:
+                given.append((type(kwargs.get("attn_mask")), kwargs.get("is_causal", False)))
+            return function(*args, **kwargs)
+
+    with Listening():
+        yield given
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([(0, SHORT + 9, 0)], [(type(None), True)]),
+        ([(7, SHORT + 9, 0)], [(CausalBias, False)]),
+        ([(0, SHORT + 1, 0), (5, SHORT + 2, 1)], [(type(None), True), (CausalBias, False)]),
+        ([(3, 1, 0), (0, SHORT + 1, 0)], [(torch.Tensor, False), (type(None), True)]),
+    ],
+)
+@pytest.mark.parametrize("reach", [{}, {"window": 90}, {"chunk": 90}])  # longer than the rows
+def test_no_mask_tensor_is_made_for_prompts(masks, rows, expected, reach):
+    check_pack(rows, 8, 2, 2, 0, **reach)
+    assert masks == expected
+
+
+@pytest.mark.parametrize("reach", [{"window": 20}, {"chunk": 16}])
+def test_prompts_longer_than_a_window_have_a_mask(masks, reach):
+    check_pack([(0, SHORT + 9, 0)], 8, 2, 2, 0, **reach)
+    assert masks == [(torch.Tensor, False)]
+
+
+def test_keys_of_a_new_prompt_are_not_read_back_from_its_pages():
+    new, generator = SHORT + 5, torch.Generator().manual_seed(0)
+    cache = PagedCache(8, 8)
+    packed = PackedRows(cache, [Span(cache.reserve(new), 0, new)])
+    query, key, value = (torch.randn(1, heads, new, HEAD_DIM, generator=generator) for heads in (4, 2, 2))
+    packed.update(key, value, 0)
+    module = SimpleNamespace(layer_idx=0, config=SimpleNamespace(layer_types=None))
+    wanted, _ = attend(module, query, key, value, packed=packed)
+    for storage in cache.layer(0, key[0].transpose(0, 1), value[0].transpose(0, 1)):
+        storage.fill_(float("nan"))
+    got, _ = attend(module, query, key, value, packed=packed)
+    assert torch.equal(got, wanted)
+    assert packed.new is None, "keys are held longer than attention runs"
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
+def test_prompts_in_chunks_of_any_size_are_those_of_one_call(family):
+    stack, lengths = Stack(build(family)), (150, 90)
+    prompts = [torch.tensor(prompt) for prompt in make_prompts(lengths)]
+
+    def read(*chunks):
+        """Each chunk: new tokens of both prompts, in one packed call."""
+        cache = stack.new_cache(8, 64)
+        pages = [cache.reserve(length) for length in lengths]
+        states, at = ([], []), [0, 0]
+        for counts in chunks:
+            spans = [Span(pages[i], at[i], new) for i, new in enumerate(counts) if new]
+            tokens = torch.cat([prompts[i][at[i] : at[i] + new] for i, new in enumerate(counts)])
+            hidden = stack.run(PackedRows(cache, spans), 0, stack.num_layers, tokens)
+            for i, part in enumerate(hidden.split(counts)):
+                states[i].append(part)
+                at[i] += counts[i]
+        return torch.cat([torch.cat(parts) for parts in states])
+
+    with torch.inference_mode():
+        wanted = read((150, 90))
+        for chunks in [((40, 90), (110, 0)), ((33, 1), (34, 50), (83, 39)), ((150, 0), (0, 10), (0, 80))]:
+            torch.testing.assert_close(read(*chunks), wanted, rtol=1e-4, atol=1e-4)

@@ -89,6 +89,31 @@ def test_a_tree_of_more_nodes_than_a_mask_has_bits_is_attended_all_the_same(back
     check(backend, (PackedRows(packed.cache, spans), *tensors), Reach(None, None))
 
 
+@pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
+@pytest.mark.parametrize(
+    ("rows", "dtype", "options", "asked"),
+    [
+        ([(0, 40)], torch.bfloat16, {}, False),
+        ([(50, 40), (9, 1)], torch.float16, {"reach": Reach(90, None)}, False),
+        ([(0, 40)], torch.float32, {}, True),
+        ([(50, 40)], torch.bfloat16, {"reach": Reach(89, None)}, True),
+        ([(0, 40)], torch.bfloat16, {"softcap": 4.0}, True),
+        ([(0, 40)], torch.bfloat16, {"sinks": torch.ones(4)}, True),
+        ([(50, 5), (9, 1)], torch.bfloat16, {}, True),
+    ],
+)
+def test_prompts_in_half_precision_go_to_torch_and_not_to_the_kernel_of_decoding(
+    monkeypatch, rows, dtype, options, asked
+):
+    from selfspec.kernels import paged_attention
+
+    calls, kernel = [], reference.attend
+    monkeypatch.setattr(paged_attention, "attend", lambda *given: (calls.append(1), kernel(*given))[1])
+    call = packed_call(rows, 16, 4, 2, 8, dtype, 0)
+    check(HERE["triton"], call, options.get("reach", Reach(None, None)), options.get("softcap"), options.get("sinks"))
+    assert bool(calls) == asked
+
+
 # --------------------------------------------------------------------------------------------- packages stood in for
 
 

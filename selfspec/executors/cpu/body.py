@@ -24,14 +24,16 @@ from selfspec.executors.cpu.packed import Packed, fits_half, pack_layer
 from selfspec.executors.cpu.rotary import RotaryTables
 from selfspec.executors.cpu.spare import BufferPool
 from selfspec.kernels import compiled_call as c
+from selfspec.kernels.layout import Norm
 from selfspec.kernels.room import LargePageAllocator
 from selfspec.model.draft_vocabulary import Subset
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
-from selfspec.model.llama_weights import Linear, LlamaWeights, Norm
+from selfspec.model.llama_weights import Layer, Linear, LlamaWeights
 
 FEW = 12  # calls of at most so many tokens are bound by reading weights
 CHECKSUM_BYTES = 1 << 20  # bytes of weights per checksum
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 class CompiledBody:
@@ -75,19 +77,33 @@ class CompiledBody:
         self._norms = [[n and self._copied(n.weight, n.offset) for n in x.norms] for x in self.layers]
         self._structs: WeakKeyDictionary[PagedCache, tuple[Any, Any, dict[int, Any]]] = WeakKeyDictionary()
         heads, copied = [w for w in (head.weight, head.bias) if w is not None], [own for _, own, _ in self._copies]
-        every = [*heads, *copied, *(w for layer in self.layers for w in layer.weights())]
+        every = [embedding, *heads, *copied, *(w for layer in self.layers for w in layer.weights())]
         self._weights = list({id(w): w for w in every}.values())
         self._tracked = [w for w in self._weights if not w.is_inference()]  # inference tensors count no edits
         self._file = weights.file
         self._in_blocks = {id(x.weight) for x in weights.linears() if x.blocks is not None}
+        if self._file is not None:
+            self._in_blocks |= {id(embedding)} & self._file.held(deeply=False).keys()
         self._sums_all = self._file is None or not self._file.sees_all
         self._num_edits, self._sums = self._count_edits(), self._checksums()
+        self.version = 0
+        """How often `refresh` found edited weights."""
         self.buffer_pool = BufferPool[Any]()
         """Buffers of compiled rounds; see `selfspec.executors.cpu.rounds`."""
         self.threads_for_few: int | None = None
         """Maximum threads for calls of at most `FEW` tokens. None: all of torch's threads."""
         self.exit_heads = PackedExitHeads()
         """Trained heads of exit layers, packed."""
+
+    @staticmethod
+    def serves(weights: LlamaWeights) -> bool:
+        """Whether the compiled layers support a model: on CPU, in float32 or bfloat16, with layers of equal numbers."""
+        first, like = weights.layers[0], weights.embedding
+        is_alike = all(x.scale == first.scale and _eps_of(x) == _eps_of(first) for x in weights.layers)
+        # The compiled layers have one number for the norms before and after a sublayer, and one for queries and keys.
+        norm, mlp, q, k, post, post_mlp = _eps_of(first)
+        is_paired = post in (None, norm) and post_mlp in (None, mlp) and q == k and weights.norm.eps == norm
+        return is_alike and is_paired and like.device.type == "cpu" and like.dtype in DTYPES
 
     @staticmethod
     def bytes_of(weights: LlamaWeights) -> int:
@@ -245,6 +261,7 @@ class CompiledBody:
             if offset:
                 copy.add_(offset)
         self._in_blocks -= edited
+        self.version += 1
         self._num_edits, self._sums = num_edits, self._checksums() if edited else sums
 
     def threads(self, num_tokens: int) -> int:
@@ -335,6 +352,10 @@ class CompiledBody:
         if count not in known:
             known[count] = self.rounded.structs(layers, count)
         return model, known[count]
+
+
+def _eps_of(layer: Layer) -> list[float | None]:
+    return [norm and norm.eps for norm in layer.norms]
 
 
 def _split_trees(spans: Sequence[Span]) -> tuple[Sequence[Span], tuple[Any, ...]]:

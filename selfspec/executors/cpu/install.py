@@ -52,7 +52,8 @@ def choose(stack: Stack, engine: Engine) -> float:
         NoCompilerError: the engine is "compiled", and the code cannot be compiled on this machine.
         ValueError: the engine does not serve this model.
     """
-    weights, must = stack.llama, engine == "compiled"
+    must = engine == "compiled"
+    weights = stack.llama if stack.llama is not None and CompiledBody.serves(stack.llama) else None
     if must and weights is None:
         serves = "Llama-shaped models in float32 or bfloat16 on CPU without hooks or adapters"
         raise ValueError(_refusal(stack, engine, serves))

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from selfspec.executors.cuda.capture import Body, Capture, Recording
+
+
+class Sized(Protocol):
+    """Device memory."""
+
+    @property
+    def num_bytes(self) -> int: ...
 
 
 class Buffers(Protocol):
     """The input buffers of a recording."""
 
     @property
-    def num_bytes(self) -> int: ...
+    def num_bytes(self) -> int: ...  # without those of `shared`
+
+    @property
+    def shared(self) -> Sequence[Sized]: ...  # buffers that other recordings read, too
 
 
 Inputs = TypeVar("Inputs", bound=Buffers)
@@ -28,7 +38,7 @@ class Recorded(NamedTuple, Generic[Inputs]):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of device memory of the recording and its inputs."""
+        """Bytes of device memory of the recording and the inputs that it alone reads."""
         return self.recording.num_bytes + self.inputs.num_bytes
 
 
@@ -53,8 +63,9 @@ class Graphs:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of device memory of all recordings and their inputs."""
-        return sum(one.num_bytes for one in self._kept.values())
+        """Bytes of device memory of all recordings and their inputs. What several of them read counts once."""
+        shared = {id(one): one.num_bytes for kept in self._kept.values() for one in kept.inputs.shared}
+        return sum(one.num_bytes for one in self._kept.values()) + sum(shared.values())
 
     @property
     def latest(self) -> Recorded[Any] | None:

@@ -10,36 +10,47 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from selfspec.control.plan import SurvivalStop
+from selfspec.control.plan import UNBOUNDED_ROUNDS, Plan
+from selfspec.executors.cuda.body_choice import Measure, choose_body
 from selfspec.executors.cuda.capture import CannotCapture, Capture, CudaCapture
 from selfspec.executors.cuda.graphs import Graphs, Recorded
-from selfspec.executors.cuda.round_inputs import RoundInputs, RoundKey, RoundRow, RowRound, read_record
+from selfspec.executors.cuda.round_inputs import RoundInputs, RoundKey, RoundRow, RowRound
+from selfspec.executors.cuda.rounds import RecordedRounds
 from selfspec.executors.cuda.self_check import round_problem
-from selfspec.executors.cuda.shapes import SLOTS, TOKENS, round_up, shape_of, token_capacity
+from selfspec.executors.cuda.shapes import NEW, SLOTS, TOKENS, round_up, shape_of, token_capacity
 from selfspec.executors.cuda.static_rows import LayersInputs, StaticRows
 from selfspec.executors.cuda.storage import Storages
 from selfspec.executors.cuda.whole_round import WholeRound
 from selfspec.kernels.suite import Kernels, has_triton, triton_kernels
+from selfspec.model.draft_vocabulary import HeldSubset
 from selfspec.model.kv_cache import PackedRows, PagedCache
 from selfspec.model.self_check import TOLERANCE, split_error
 
 _log = logging.getLogger("selfspec")
-MAX_WIDTH = 16  # tokens per row of a whole round: the attention kernel splits work for at most so many new tokens
-MAX_ROWS = 8  # rows of a whole round, which computes all tokens of all rows, used or not
+MAX_WIDTH = 16  # tokens per row of a whole round, the last one and the chain
+MAX_NODES = 32  # with second choices: the attention kernel splits work for at most so many new tokens
+MAX_ROWS = 32  # rows of a whole round
+MAX_PLACES = 256  # tokens of a whole round, which computes all of them, used or not
 BUDGET = 2 << 30  # bytes of device memory for recordings
 
 
-def install(stack: Any, make: Callable[[Any], Runner] | None = None) -> None:
+def install(
+    stack: Any, make: Callable[[Any], Runner] | None = None, owned: bool = False, measure: Measure | None = None
+) -> None:
     """Set a stack's runner and check it: split logits against the whole model's, and recorded against eager rounds.
 
-    If making the runner or a check fails, the runner is removed with a warning.
+    If making the runner or a check fails, the runner is removed with a warning. Then what runs the layers in recordings
+    is chosen, see `selfspec.executors.cuda.body_choice`.
 
     Args:
         make: makes the runner. Default: one with CUDA graphs if the stack is on CUDA, else none.
+        owned: whether the model's weights may be moved in memory: nobody else uses the model.
+        measure: gives the seconds of a replay. Default: `body_choice.replay_seconds`.
     """
     if make is None:
         if stack.device.type != "cuda" or not has_triton():
@@ -47,15 +58,22 @@ def install(stack: Any, make: Callable[[Any], Runner] | None = None) -> None:
         make = Runner.on_cuda
     try:
         stack.runner = make(stack)
-        error = split_error(stack)
-        problem = f"its logits differ by {error:.2g} standard deviations"
-        if error <= TOLERANCE.get(stack.dtype, 0.2):
-            problem = round_problem(stack, stack.runner) or ""
+        problem = _problem_of(stack)
     except Exception as raised:  # compilers and drivers raise exceptions of any type
         problem = f"{type(raised).__name__}: {raised}"
     if problem:
         _log.warning("decoding from graphs does not serve this model here (%s), so it is decoded eagerly", problem)
         stack.runner = None
+        return
+    choose_body(stack, stack.runner, owned, lambda: _problem_of(stack), measure)
+
+
+def _problem_of(stack: Any) -> str:
+    """What is wrong with recorded layers and rounds of a stack; "" if nothing is."""
+    error = split_error(stack)
+    if not error <= TOLERANCE.get(stack.dtype, 0.2):
+        return f"its logits differ by {error:.2g} standard deviations"
+    return round_problem(stack, stack.runner) or ""
 
 
 class Runner:
@@ -67,19 +85,31 @@ class Runner:
         capture: records bodies.
         budget: bytes of device memory for all recordings.
         max_rows: maximum rows of a whole round. For larger batches, segments of layers are recorded.
+        shares: another runner, whose recordings are within the same budget.
     """
 
+    has_trees = True
+    """Whether recorded rounds draft second choices."""
+
     def __init__(
-        self, stack: Any, kernels: Kernels, capture: Capture, budget: int = BUDGET, max_rows: int = MAX_ROWS
+        self,
+        stack: Any,
+        kernels: Kernels,
+        capture: Capture,
+        budget: int = BUDGET,
+        max_rows: int = MAX_ROWS,
+        shares: Runner | None = None,
     ) -> None:
         self.stack, self.kernels, self.max_rows = stack, kernels, max_rows
-        self.graphs = Graphs(capture, budget)
+        self.graphs: Graphs = Graphs(capture, budget) if shares is None else shares.graphs
         self.storages = Storages()
         self.refused: str | None = None
         """The first operation that could not be recorded; everything then runs eagerly."""
         self._heads = stack.exit_heads
+        self._parts = WeakValueDictionary[int, HeldSubset]()  # by size; recordings hold them
         self._given: dict[bool, Tensor] = {}  # input buffers of layers, for tokens and for hidden states
-        self._lock = threading.Lock()  # a target may serve several threads, and buffers are shared
+        # A target may serve several threads; buffers and the memory of recordings are shared.
+        self._lock: threading.Lock = threading.Lock() if shares is None else shares._lock
 
     @classmethod
     def on_cuda(cls, stack: Any, budget: int = BUDGET) -> Runner:
@@ -117,6 +147,7 @@ class Runner:
 
             def prepare() -> tuple[LayersInputs, Callable[[], tuple[Tensor, ...]]]:
                 inputs = LayersInputs(shape, storage.cache, buffer[: shape.tokens])
+                inputs.fill(rows.spans, given)
 
                 def body() -> tuple[Tensor, ...]:
                     static = StaticRows(storage.cache, inputs.layout, self.kernels)
@@ -126,9 +157,10 @@ class Runner:
 
                 return inputs, body
 
-            made = self._recorded(key, prepare, lambda inputs: inputs.fill(rows.spans, given))
+            made = self._recorded(key, prepare)
             if made is None:
                 return None
+            made.inputs.fill(rows.spans, given)
             made.recording.replay()
             count = rows.num_tokens
             hidden, *states = (one[:count].clone() for one in made.recording.outputs)
@@ -136,75 +168,92 @@ class Runner:
             taps.update(zip(tapped, states, strict=True))
         return hidden
 
-    def round(
-        self,
-        cache: PagedCache,
-        rows: Sequence[RoundRow],
-        exit_layer: int,
-        min_confidence: float = 0.0,
-        stop: SurvivalStop | None = None,
-        confident: bool = False,
-    ) -> list[RowRound] | None:
-        """Run one round of a small batch; None if it cannot be run from a recording.
+    @torch.inference_mode()
+    def begin(self, cache: PagedCache, rows: Sequence[RoundRow], plan: Plan, longest: int = 0) -> RecordedRounds | None:
+        """Prepare rounds of a batch, of which none is launched; None if they cannot be run from a recording.
 
         Args:
-            exit_layer: number of layers that draft. 0: all layers verify the rows' given drafts, which may be empty.
-            min_confidence: a row stops drafting after a token of lower confidence.
-            stop: when all rows stop drafting together.
-            confident: report confidences of drafted tokens.
+            plan: which layers draft (0 or None: all layers verify the rows' given drafts, which may be empty), and when
+                drafts stop. Its draft lengths are not read.
+            longest: maximum number of drafted tokens of a row in these and later rounds, which then share a recording.
         """
         storage = self.storages.of(cache)
-        if storage is None or self.refused is not None or not torch.is_inference_mode_enabled():
+        if storage is None or self.refused is not None:
             return None
-        kind = "survival" if stop is not None else "confidence" if min_confidence > 0 else "none"
-        key = self._round_key(rows, storage.cache.room, exit_layer, kind, confident)
+        key = self._round_key(rows, storage.cache.room, plan, longest)
         if key is None:
             return None
         with self._lock:
+            part = self._part(plan.draft_vocab) if key.exit_layer else None
+            key = key._replace(vocab=0 if part is None else len(part.tokens))
             if self.stack.exit_heads is not self._heads:  # recorded rounds read the previous heads
                 self._heads = self.stack.exit_heads
                 self.graphs.forget(lambda one: one[1] == "round")  # type: ignore[index]
 
             def prepare() -> tuple[RoundInputs, WholeRound]:
-                inputs = RoundInputs(key, storage.cache, self.stack.device)
+                inputs = RoundInputs(key, storage.cache, self.stack.device, part)
                 return inputs, WholeRound(self.stack, storage.cache, self.kernels, inputs)
 
-            made = self._recorded(
-                (storage, "round", key), prepare, lambda inputs: inputs.fill(rows, min_confidence, stop)
-            )
+            made = self._recorded((storage, "round", key), prepare)
             if made is None:
                 return None
-            made.recording.replay()
-            record = made.recording.outputs[0].cpu()  # the round's one copy to the host
-        return read_record(record, rows, key)
+            made.inputs.fill(rows, plan.min_confidence, plan.stop, plan.second_choices)
+        spare = key.most_tokens - max(row.content for row in rows) - key.seconds
+        fitting = UNBOUNDED_ROUNDS if key.most_tokens == storage.cache.room else spare // key.width
+        return RecordedRounds(made, self._lock, len(rows), plan.reads_confidence, max(1, fitting))
 
-    def _round_key(
-        self, rows: Sequence[RoundRow], room: int, exit_layer: int, stop: str, confident: bool
-    ) -> RoundKey | None:
-        longest = max(row.drafts for row in rows)
+    def round(self, cache: PagedCache, rows: Sequence[RoundRow], plan: Plan) -> list[RowRound] | None:
+        """Run one round of a batch and wait for it; see `begin`."""
+        rounds = self.begin(cache, rows, plan)
+        if rounds is None:
+            return None
+        rounds.launch()
+        return rounds.take()
+
+    def _part(self, size: int | None) -> HeldSubset | None:
+        """The part of the vocabulary of this size, up to date; None: drafts are over the whole vocabulary."""
+        subset = self.stack.draft_subset(size)
+        if subset is None:
+            return None
+        held = self._parts.get(len(subset.tokens))
+        if held is None:
+            held = self._parts[len(subset.tokens)] = HeldSubset(subset)
+        held.take(subset)
+        return held
+
+    def _round_key(self, rows: Sequence[RoundRow], room: int, plan: Plan, longest: int) -> RoundKey | None:
+        exit_layer, drafts = plan.exit_layer or 0, max(row.drafts for row in rows)
+        longest = max(longest, drafts)
         if longest == 0:
-            exit_layer, stop = 0, "none"
+            exit_layer = 0
+        # A place more costs little in verification, but a draft step reads the early layers.
+        width = longest + 1 if exit_layer else round_up(longest + 1, NEW)
         slots = round_up(len(rows), SLOTS)
-        if slots is None or len(rows) > self.max_rows or longest + 1 > MAX_WIDTH:
+        if slots is None or len(rows) > self.max_rows or width is None:
+            return None
+        rule = plan.second_choices if exit_layer and self.has_trees else None
+        seconds = 0 if rule is None else max(0, min(rule.most, longest))
+        if width > MAX_WIDTH or width + seconds > MAX_NODES or slots * (width + seconds) > MAX_PLACES:
             return None
         most_eos = 1 << max(0, max(len(row.eos) for row in rows) - 1).bit_length()
         hot = [row for row in rows if row.temperature > 0]
         filtered = any(row.top_k or row.top_p < 1 or row.min_p for row in hot)
-        most_tokens = token_capacity(max(row.content + longest for row in rows), room)
-        return RoundKey(exit_layer, longest + 1, slots, most_tokens, most_eos, bool(hot), filtered, stop, confident)
+        most_tokens = token_capacity(max(row.content for row in rows) + width + seconds - 1, room)
+        stop = "none"
+        if exit_layer:
+            stop = "survival" if plan.stop is not None else "confidence" if plan.min_confidence > 0 else "none"
+        return RoundKey(exit_layer, width, slots, most_tokens, most_eos, bool(hot), filtered, stop, 0, seconds)
 
-    def _recorded(
-        self, key: Any, prepare: Callable[[], tuple[Any, Any]], fill: Callable[[Any], None]
-    ) -> Recorded[Any] | None:
-        """The recording of a key, with filled buffers. It is made if there is none; None if that fails."""
+    def _recorded(self, key: Any, prepare: Callable[[], tuple[Any, Any]]) -> Recorded[Any] | None:
+        """The recording of a key. It is made if there is none; None if that fails.
+
+        Recording runs a round on its inputs, so that they must be filled again.
+        """
         made = self.graphs.get(key)
         if made is not None:
-            fill(made.inputs)
             return made
-        inputs, body = prepare()
-        fill(inputs)
         try:
-            return self.graphs.record(key, inputs, body)
+            return self.graphs.record(key, *prepare())
         except CannotCapture as problem:
             self.refused = problem.operation
             _log.warning(

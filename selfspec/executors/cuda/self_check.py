@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from selfspec.control.plan import Plan
+from selfspec.executors.cuda.kernel_check import second_choices_problem
 from selfspec.executors.cuda.round_inputs import RoundRow, RowRound
 from selfspec.kernels import reference
 from selfspec.kernels.layout import SamplingTensors
@@ -35,7 +37,7 @@ def round_problem(stack: Any, runner: Any) -> str | None:
 
     The check drafts and verifies two sampled rows, then one greedy row: eagerly, from a new recording, and from the
     same recording after freed memory was allocated again. It compares no pick that rounding could change, and no token
-    after such a pick.
+    after such a pick. A second round of the same rows is compared with one whose rows come from the host.
 
     Args:
         stack: a `selfspec.model.stack.Stack`.
@@ -43,23 +45,43 @@ def round_problem(stack: Any, runner: Any) -> str | None:
     """
     if runner.max_rows == 0:
         return None
+    different = second_choices_problem(runner.kernels, stack.device)
+    if different is not None:
+        return f"the kernel {different!r} differs from its reference"
     exit_layer = max(1, stack.num_layers // 4)
+    plan = Plan(exit_layer, (NUM_DRAFTS,))
     rng = torch.Generator().manual_seed(0)
     for case in CASES:
         cache = runner.new_cache(len(case), PAGE)
         prompts = [torch.randint(0, stack.vocab_size, (n,), generator=rng).tolist() for n in LENGTHS[: len(case)]]
         rows = [_row([i], prompt, *one) for i, (prompt, one) in enumerate(zip(prompts, case, strict=True))]
         expected = [_expected(stack, cache, row, prompt, exit_layer) for row, prompt in zip(rows, prompts, strict=True)]
+        kind = "two sampled rows" if len(case) > 1 else "a single row"
         allocated: list[Tensor] = []
         for when in ("when it was recorded", "when it was replayed"):
-            done = runner.round(cache, rows, exit_layer)
+            done = runner.round(cache, rows, plan)
             if done is None:  # it cannot be recorded; the runner has logged that
                 return None
             if not all(_agrees(one, wanted) for one, wanted in zip(done, expected, strict=True)):
-                kind = "two sampled rows" if len(case) > 1 else "a single row"
                 return f"a round of {kind} picks other tokens {when}"
             allocated += [torch.full((size,), 255, dtype=torch.uint8, device=stack.device) for size in CHURN * 8]
+        if not _continues(runner, cache, rows, plan):
+            return f"a second round of {kind} is not what it is with rows from the host"
     return None
+
+
+def _continues(runner: Any, cache: PagedCache, rows: list[RoundRow], plan: Plan) -> bool:
+    """Whether a round after another one, whose rows the device advanced, equals the round of uploaded rows."""
+    rounds = runner.begin(cache, rows, plan)
+    rounds.launch()
+    rounds.launch()
+    first, second = rounds.take(), rounds.take()
+    uploaded = [
+        row._replace(content=row.content + one.kept, last=one.block[one.kept - 1], room=row.room - one.kept)
+        for row, one in zip(rows, first, strict=True)
+    ]
+    same: bool = second == runner.round(cache, uploaded, plan)
+    return same
 
 
 def _row(pages: list[int], prompt: list[int], temperature: float, seed: int) -> RoundRow:

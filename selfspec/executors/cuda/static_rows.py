@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,12 +16,16 @@ from selfspec.model.attention import Reach
 from selfspec.model.attention_backends import tree_lines
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 
+NUMPY = {torch.int32: np.int32, torch.int64: np.int64, torch.float64: np.float64}
+
 
 class StaticRows(PackedRows):
     """`PackedRows` for use inside a recording: its description lies in the tensors of a layout, not on the host.
 
     It must not be part of a reference cycle: dropping a recording must free the memory of its tensors at once.
     """
+
+    is_static = True
 
     def __init__(self, cache: PagedCache, layout: Layout, kernels: Kernels) -> None:
         self.cache, self.layout, self._kernels = cache, layout, kernels
@@ -58,9 +63,12 @@ class StaticRows(PackedRows):
 class LayersInputs:
     """The input buffers of one recording of layers. `given`: a buffer for tokens or hidden states, shared by all."""
 
+    shared: Sequence[Any] = ()  # see `graphs.Buffers`
+
     def __init__(self, shape: Shape, cache: PagedCache, given: Tensor) -> None:
         device, self.shape, self.given = given.device, shape, given
-        self._page_size, self._tables = cache.page_size, ((-1,),)
+        self._page_size = cache.page_size
+        self._tables: Sequence[Sequence[int]] = ()
         width = cache.pages_for(shape.most_tokens)
         self._long = torch.zeros((2, shape.tokens), dtype=torch.int64, device=device)
         self._ints = torch.zeros(3 * shape.slots + shape.tokens, dtype=torch.int32, device=device)
@@ -96,7 +104,7 @@ class LayersInputs:
             upload(self.layout.trees.roots, roots + [0] * spare)
             upload(self.layout.trees.positions, nodes + [[0] * MOST_NODES] * spare)
             upload(self.layout.trees.ancestors, ancestors + [0] * padding)
-        fill_pages(self._pages, self, tuple(tuple(span.pages) for span in spans))
+        fill_pages(self._pages, self, [span.pages for span in spans])
         self.given[: len(owners)] = given
         self.given[len(owners) :] = 0
 
@@ -108,15 +116,19 @@ def _no_trees(shape: Shape, device: torch.device) -> Trees:
 
 
 def upload(buffer: Tensor, values: Any) -> None:
-    """Write numbers from the host into a buffer, without waiting for the device."""
-    source = torch.tensor(values, dtype=buffer.dtype, pin_memory=buffer.is_cuda)
-    buffer.copy_(source, non_blocking=True)
+    """Write numbers from the host into a buffer, without waiting for the device.
+
+    Every upload has pinned memory of its own, which torch gives out again after the copy.
+    """
+    source = torch.from_numpy(np.array(values, NUMPY[buffer.dtype]))
+    buffer.copy_(source.pin_memory() if buffer.is_cuda else source, non_blocking=True)
 
 
-def fill_pages(buffer: Tensor, owner: Any, tables: tuple[tuple[int, ...], ...]) -> None:
+def fill_pages(buffer: Tensor, owner: Any, tables: Sequence[Sequence[int]]) -> None:
     """Write the rows' page tables into `buffer`, `[S, P]`, unless `owner` wrote the same ones last.
 
-    Pages of a row beyond P are left out.
+    Tables are compared without looking into those that are the same objects: a row's table never changes. Pages of a
+    row beyond P are left out.
     """
     if owner._tables == tables:
         return

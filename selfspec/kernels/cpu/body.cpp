@@ -138,12 +138,14 @@ struct Task {  // a unit of attention: a block of a row's queries, or nodes of o
     int64_t row, nodes, head, block, asked;
 };
 
-// The number of rows from this one on that are nodes of one tree with few queries; else 1. Sequences share no pages.
+// The number of rows from this one on that are nodes of one tree with few queries; else 1. Sequences may share pages
+// before their trees, but none that they write to.
 static int64_t nodes_together(const Shape& s, const Call& call, int64_t row) {
     int64_t most = FEW / (s.heads / s.kv_heads), count = 1;
     if (!call.roots || call.roots[row] < 0) return 1;
+    const int64_t* written = call.pages + call.roots[row] / s.page_size;
     auto is_same = [&](int64_t other) {
-        bool on_page = call.pages[other * call.row_pages] == call.pages[row * call.row_pages];
+        bool on_page = written[other * call.row_pages] == written[row * call.row_pages];
         return call.roots[other] == call.roots[row] && on_page;
     };
     while (count < most && row + count < call.num_rows && is_same(row + count)) count++;

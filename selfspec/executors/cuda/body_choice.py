@@ -1,0 +1,164 @@
+"""Choice of what runs the layers in recordings: the model's own modules (the views), or `FusedBody`.
+
+The views serve every family. The fused layers are used if, on the device itself, they give the views' hidden states up
+to rounding, and a recorded plain token takes less time with them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selfspec.executors.cuda.capture import Recording
+from selfspec.executors.cuda.fused_body import FusedBody
+from selfspec.executors.cuda.packed_linear import Packing
+from selfspec.executors.cuda.shapes import Shape
+from selfspec.executors.cuda.static_rows import LayersInputs, StaticRows
+from selfspec.model.kv_cache import PagedCache, Span, Tree
+from selfspec.model.llama_weights import LlamaWeights
+
+_log = logging.getLogger("selfspec")
+Measure = Callable[[Recording, torch.device], float]  # the seconds that a replay takes
+MAX_MEMORY_SHARE = 0.5  # share of the free memory that packed copies may take
+# One rounding to the dtype, relative to a number. Float32 has room for products that are summed in another order.
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+PAGE = 16
+CALLS = (  # two ragged rows, then what follows them: a chain and a tree
+    (Span([2, 0], 0, 7), Span([1, 3], 0, 14)),
+    (Span([2, 0], 7, 1), Span([1, 3], 14, 5, Tree((-1, 0, 0, 1, 2)))),
+)
+CALL_SHAPE = Shape(24, 4, 16, 2 * PAGE, True)  # more places and slots than the calls have
+CONTEXT = 64  # tokens before the one that is measured
+REPEATS, REPLAYS = 3, 10  # measurements, and replays in each
+
+
+def choose_body(
+    stack: Any, runner: Any, owned: bool, problem_of: Callable[[], str], measure: Measure | None = None
+) -> None:
+    """Set `stack.recorded` to fused layers if they serve the model, are equal to the views, and are faster.
+
+    The choice and its reason are logged. Recordings that were made with other layers are dropped.
+
+    Args:
+        stack: a `selfspec.model.stack.Stack` whose rounds, recorded with the views, passed the self-check.
+        runner: its `selfspec.executors.cuda.runner.Runner`.
+        owned: whether the model's weights may be moved in memory: nobody else uses the model.
+        problem_of: checks the rounds that are recorded now; "" if nothing is wrong with them.
+        measure: default: `replay_seconds`.
+    """
+    cannot_record = runner.refused is not None
+    if stack.llama is None or cannot_record:
+        _log.info("recordings run the model's own modules: fused layers do not serve this model")
+        return
+    measure = measure or replay_seconds
+    try:
+        body = FusedBody(stack.llama, runner.kernels, packing_of(stack.llama, owned))
+        if body.packing == "share" and stack.device.type == "cuda":
+            torch.cuda.empty_cache()  # else torch keeps the memory in which the weights were before
+        error = layers_error(stack, body)
+        views = _token_seconds(stack, runner, measure)
+        stack.recorded = body
+        fused = _token_seconds(stack, runner, measure)
+        times = f"a plain token takes {1e3 * fused:.3g} ms, {1e3 * views:.3g} ms with the model's own modules"
+        runner.graphs.forget(lambda key: True)
+        if not error <= 1:  # it may be NaN
+            reason = f"hidden states differ by {error:.2g} roundings"
+        else:
+            reason = times if fused >= views else problem_of() or runner.refused or ""
+    except Exception as raised:  # compilers and drivers raise exceptions of any type
+        reason = f"{type(raised).__name__}: {raised}"
+    if reason:
+        stack.recorded = runner.refused = None
+        runner.graphs.forget(lambda key: True)
+        _log.info("recordings run the model's own modules; with fused layers: %s", reason)
+    else:
+        _log.info("recordings run fused layers (weights: %s); with them, %s", body.packing, times)
+
+
+def packing_of(weights: LlamaWeights, owned: bool) -> Packing:
+    """How the weights are packed: in place if the model is owned, else as copies where they fit into free memory."""
+    if owned and not any(weight.is_inference() for layer in weights.layers for weight in layer.weights()):
+        return "share"
+    device = weights.embedding.device
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    return "copy" if free is None or FusedBody.bytes_of(weights) <= MAX_MEMORY_SHARE * free else "none"
+
+
+@torch.inference_mode()
+def layers_error(stack: Any, body: FusedBody) -> float:
+    """How far the hidden states of fused layers are from the views', in roundings to the dtype; 1 is allowed.
+
+    Ragged rows, padding, rows that go on, and a tree. Each layer starts from the views' hidden states. Of a difference,
+    one rounding of the hidden state itself is left out; the rest is relative, in norm, to what the layer adds.
+    """
+    caches = [PagedCache(4, PAGE) for _ in range(2)]
+    depths = range(stack.num_layers)
+    vocab, rng = stack.vocab_size, torch.Generator().manual_seed(0)
+    errors = []
+    for spans in CALLS:
+        count = sum(span.length for span in spans)
+        tokens = torch.randint(0, vocab, (count,), generator=rng).to(stack.device)
+        inputs = LayersInputs(CALL_SHAPE, caches[0], tokens.new_zeros(CALL_SHAPE.tokens))
+        inputs.fill(spans, tokens)
+        views, fused = (StaticRows(cache, inputs.layout, body.kernels) for cache in caches)
+        wanted: dict[int, Tensor | None] = dict.fromkeys(range(1, stack.num_layers + 1))
+        last = stack.run_views(views, 0, stack.num_layers, inputs.given, wanted)[:count]
+        given = inputs.given
+        for depth in depths:
+            taps: dict[int, Tensor | None] = {depth + 1: None}
+            done = body.run(fused, depth, depth + 1, given, taps)[:count]
+            got, states = taps[depth + 1], wanted[depth + 1]
+            assert got is not None and states is not None
+            before = states[:count] - given[:count] if depth else states[:count]
+            errors.append(_excess(got[:count], states[:count], before))
+            given = states.contiguous()
+        errors.append(_excess(done, last, last))
+    return float(torch.stack(errors).max()) / ROUNDING[stack.dtype]
+
+
+def _excess(got: Tensor, wanted: Tensor, change: Tensor) -> Tensor:
+    """The norm of the differences beyond one rounding of each number, relative to the norm of `change`."""
+    rounding = ROUNDING[got.dtype]
+    got, wanted, change = got.float(), wanted.float(), change.float()
+    beyond = (got - wanted).abs() - rounding * wanted.abs()
+    return beyond.clamp(min=0).norm() / change.norm()
+
+
+def _token_seconds(stack: Any, runner: Any, measure: Measure) -> float:
+    """The seconds of a plain token, from a recording of all layers and the head as they are run now."""
+    cache = runner.new_cache(1, 2 * CONTEXT)
+    token = torch.zeros(1, dtype=torch.int64, device=stack.device)
+    inputs = LayersInputs(Shape(1, 1, 1, cache.room), cache, token)
+    inputs.fill([Span([0], CONTEXT, 1)], token.clone())
+
+    def body() -> tuple[Tensor, ...]:
+        rows = StaticRows(cache, inputs.layout, runner.kernels)
+        return (stack.logits(stack.run_here(rows, 0, stack.num_layers, inputs.given)),)
+
+    with torch.inference_mode():
+        return measure(runner.graphs.capture.record(body), stack.device)
+
+
+def replay_seconds(recording: Recording, device: torch.device) -> float:
+    """The seconds of one replay: on CUDA of the device, by events; the minimum of several measurements."""
+    taken = []
+    for _ in range(REPEATS):
+        recording.replay()
+        if device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(REPLAYS):
+                recording.replay()
+            end.record()
+            end.synchronize()
+            taken.append(begin.elapsed_time(end) / 1e3 / REPLAYS)
+        else:
+            start = perf_counter()
+            recording.replay()
+            taken.append(perf_counter() - start)
+    return min(taken)

@@ -1,0 +1,139 @@
+"""`FusedBody`: the layers of a Llama-shaped model in ten launches each, for recordings.
+
+A layer is: addition and norm, product for queries, keys and values, rotation and KV write, attention and its
+combination, output product, addition and norm, product for gate and up, activation, down product. The model's own
+modules take about 33 launches. Rounding is that of these modules, operation by operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from selfspec.executors.cuda.packed_linear import PackedLinear, Packing
+from selfspec.executors.cuda.rotary import RotaryTables, Tables
+from selfspec.executors.cuda.static_rows import StaticRows
+from selfspec.kernels.layout import Norm
+from selfspec.kernels.suite import Kernels
+from selfspec.model.kv_cache import PackedRows
+from selfspec.model.llama_weights import Layer, Linear, LlamaWeights
+from selfspec.model.stack import Taps
+
+
+class FusedBody:
+    """Layers of a Llama-shaped model over `StaticRows`; `run` does what `Stack.run_here` does.
+
+    Args:
+        weights: the model's weights, in a dtype of `kernels.checks.LAYER_DTYPES`.
+        kernels: attend, add_norm, rotate and gate.
+        packing: how weights of products with the same input are put together, see `PackedLinear`.
+        shares: another body of the same weights and packing, whose packed weights and tables this one uses.
+    """
+
+    def __init__(
+        self, weights: LlamaWeights, kernels: Kernels, packing: Packing, shares: FusedBody | None = None
+    ) -> None:
+        self.weights, self.kernels, self.packing = weights, kernels, packing
+        self._products: list[_Products]
+        self._rotary: RotaryTables
+        if shares is not None:
+            self._products, self._rotary = shares._products, shares._rotary
+            return
+        self._products = [_Products(layer, packing) for layer in weights.layers]
+        types = [layer.layer_type for layer in weights.layers]
+        self._rotary = RotaryTables(weights.rotary, types, weights.embedding)
+
+    @staticmethod
+    def bytes_of(weights: LlamaWeights) -> int:
+        """Bytes that packed copies of a model's weights take."""
+        return sum(PackedLinear.bytes_of(one) for layer in weights.layers for one in _groups(layer))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of device memory in addition to the model's own: packed copies and rotary tables."""
+        return self._rotary.num_bytes + sum(one.num_bytes for one in self.linears)
+
+    @property
+    def linears(self) -> Iterator[PackedLinear]:
+        """The products of all layers."""
+        return (one for own in self._products for one in own.all())
+
+    def product(self, linear: PackedLinear, x: Tensor) -> Tensor:
+        """A product with the weight of one or several linear layers, `[N, out]`; every product of `run` is made here.
+
+        Args:
+            x: `[N, in]`.
+        """
+        return linear(x)
+
+    def run(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None = None) -> Tensor:
+        """Run layers [start, stop); see `Stack.run`."""
+        assert isinstance(rows, StaticRows)
+        layers = self.weights.layers
+        assert 0 <= start < stop <= len(layers), f"no layers [{start}, {stop}) among {len(layers)}"
+        hidden = given if start else self._embedded(given)
+        tables = self._rotary.of(rows.layout.most_tokens)
+        # The output of the last sublayer, and the norm that it still lacks. The next kernel adds it to `hidden`.
+        branch: Tensor | None = None
+        post: Norm | None = None
+        for depth in range(start, stop):
+            layer, products = layers[depth], self._products[depth]
+            hidden, normed = self._add_norm(hidden, branch, layer.norm, post)
+            _tap(taps, depth, start, hidden)
+            branch = self._attention(rows, layer, products, tables, normed)
+            hidden, normed = self._add_norm(hidden, branch, layer.mlp_norm, layer.post_norm)
+            gate_up = self.product(products.gate_up, normed)
+            branch = self.product(products.down, self.kernels.gate(gate_up, self.weights.activation))
+            post = layer.post_mlp_norm
+        hidden, last = self.kernels.add_norm(hidden, branch, self.weights.norm if stop == len(layers) else None, post)
+        _tap(taps, stop, start, hidden)
+        return hidden if last is None else last
+
+    def refresh(self, deeply: bool = False) -> None:
+        """Pack the weights again that were edited in place since the last call; see `PackedLinear.refresh`."""
+        for one in self.linears:
+            one.refresh(deeply)
+
+    def _add_norm(self, hidden: Tensor, branch: Tensor | None, norm: Norm, post: Norm | None) -> tuple[Tensor, Tensor]:
+        added, normed = self.kernels.add_norm(hidden, branch, norm, post)
+        assert normed is not None
+        return added, normed
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        embedded, scale = F.embedding(tokens, self.weights.embedding), self.weights.embed_scale
+        return embedded if scale == 1.0 else embedded * scale
+
+    def _attention(self, rows: StaticRows, layer: Layer, products: _Products, tables: Tables, normed: Tensor) -> Tensor:
+        """The attention's output `[N, hidden_size]`, before any norm of it."""
+        layout, dim = rows.layout, self.weights.head_dim
+        qkv = self.product(products.qkv, normed)
+        key = qkv.unflatten(1, (-1, dim))[:, : len(layer.k.weight) // dim]  # of the shape of new keys and values
+        keys, values = rows.cache.layer(layer.layer_idx, key, key)
+        angles = tables[layer.layer_type]
+        queries = self.kernels.rotate(
+            qkv, keys, values, layout.slots, layout.positions, *angles, layer.q_norm, layer.k_norm
+        )
+        out = self.kernels.attend(queries, keys, values, layout, layer.scale, layer.window)
+        return self.product(products.o, out.flatten(1))
+
+
+class _Products:
+    """The products of one layer."""
+
+    def __init__(self, layer: Layer, packing: Packing) -> None:
+        self.qkv, self.o, self.gate_up, self.down = (PackedLinear(one, packing) for one in _groups(layer))
+
+    def all(self) -> Iterator[PackedLinear]:
+        yield from (self.qkv, self.o, self.gate_up, self.down)
+
+
+def _groups(layer: Layer) -> tuple[tuple[Linear, ...], ...]:
+    """The linear layers that are one product each, since they have the same input."""
+    return (layer.q, layer.k, layer.v), (layer.o,), (layer.gate, layer.up), (layer.down,)
+
+
+def _tap(taps: Taps | None, depth: int, start: int, hidden: Tensor) -> None:
+    if taps is not None and start < depth and depth in taps:
+        taps[depth] = hidden

@@ -1,0 +1,58 @@
+"""`RecordedRounds`: rounds of a batch from one recording, launched without waiting for their results."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from selfspec.executors.cuda.graphs import Recorded
+from selfspec.executors.cuda.host_records import MAX_IN_FLIGHT
+from selfspec.executors.cuda.round_inputs import RoundInputs, RowRound, read_record
+
+
+class RecordedRounds:
+    """Rounds of a batch, each of which continues where the one before ended: the device itself advances the rows.
+
+    A row that has ended, by a token or by its room, is an empty slot in later rounds.
+
+    Args:
+        made: the recording; its inputs hold the first round's rows.
+        lock: held while a round is launched, since recordings share memory.
+        num_rows: rows of the batch.
+        reports_confidence: whether results have confidences.
+        max_rounds: rounds for which the recording has room.
+    """
+
+    def __init__(
+        self,
+        made: Recorded[RoundInputs],
+        lock: AbstractContextManager[Any],
+        num_rows: int,
+        reports_confidence: bool,
+        max_rounds: int,
+    ) -> None:
+        self._made, self._lock, self._num_rows = made, lock, num_rows
+        self._reports_confidence, self.max_rounds = reports_confidence, max_rounds
+        self._in_flight: deque[int] = deque()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Rounds that were launched and not taken, at most `MAX_IN_FLIGHT`."""
+        return len(self._in_flight)
+
+    @torch.inference_mode()
+    def launch(self) -> None:
+        """Launch the next round, without waiting for the device."""
+        assert len(self._in_flight) < MAX_IN_FLIGHT
+        with self._lock:
+            self._made.recording.replay()
+            self._in_flight.append(self._made.inputs.records.send(self._made.recording.outputs[0]))
+
+    @torch.inference_mode()
+    def take(self) -> list[RowRound]:
+        """Wait for the earliest round in flight, and return its results, one per row."""
+        record = self._made.inputs.records.wait(self._in_flight.popleft())
+        return read_record(record, self._num_rows, self._made.inputs.key, self._reports_confidence)
