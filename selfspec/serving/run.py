@@ -37,7 +37,7 @@ class DrainingServer(uvicorn.Server):
     def __init__(
         self, llm: LLM, config: ServerConfig, host: str, port: int, say: Callable[[str], None] = print
     ) -> None:
-        self._socket = _bound(host, port)
+        self._socket = bound(host, port)
         app = create_app(llm, config)
         options: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "lifespan": "off"}
         super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=SECONDS_TO_SEND, **options))
@@ -85,8 +85,12 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def _bound(host: str, port: int) -> socket.socket:
-    """A socket at that address; it does not listen yet, so that nobody connects before the engine is there."""
+def bound(host: str, port: int) -> socket.socket:
+    """A socket at that address; it does not listen yet, so that nobody connects before the engine is there.
+
+    Raises:
+        ValueError: the address is in use, or not this machine's.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with ExitStack() as unless_bound:

@@ -122,11 +122,10 @@ class Launches(TorchDispatchMode):
         return out
 
 
-def launches(stack, kernels, layout, num_layers, packing):
-    body = FusedBody(stack.llama, kernels, packing)
+def launches(body, layout, num_layers):
     cache = PagedCache(9, PAGE)
-    rows = [StaticRows(cache, layout, kernels) for _ in range(2)]
-    hidden = torch.randn(len(layout.rows), 32, dtype=stack.dtype)
+    rows = [StaticRows(cache, layout, body.kernels) for _ in range(2)]
+    hidden = torch.randn(len(layout.rows), 32, dtype=body.weights.embedding.dtype)
     body.run(rows[0], 1, 1 + num_layers, hidden)  # makes what is made once
     with Launches() as seen:
         body.run(rows[1], 1, 1 + num_layers, hidden)
@@ -155,7 +154,7 @@ def test_a_layer_takes_ten_launches(family):
     counts = []
     for num_layers in (1, 2):
         kernels = []
-        names = launches(stack, counting(kernels), layout, num_layers, "copy")
+        names = launches(FusedBody(stack.llama, counting(kernels), "copy"), layout, num_layers)
         counts.append(len(names) + len(kernels) // 2)  # the run before is counted by the kernels, too
     assert counts[1] - counts[0] == 10
     assert counts[0] <= 11, "the last sum is one more"
@@ -178,7 +177,7 @@ def test_each_triton_kernel_is_one_launch_and_attention_two_at_most():
     for num_layers in (1, 2):
         launched.clear()
         with patch.object(GridExecutor, "__call__", counted):
-            names = launches(stack, triton_kernels(), layout, num_layers, "copy")
+            names = launches(FusedBody(stack.llama, triton_kernels(), "copy"), layout, num_layers)
         counts.append(len(names) + len(launched) // 2)  # launched counts the run before, too
     assert counts[1] - counts[0] <= 10, launched
 
