@@ -304,12 +304,12 @@ def test_texts_of_calls_one_after_another_are_decoded_as_those_of_one_engine_are
 def test_batches_of_calls_one_after_another_are_decoded_as_if_their_rows_had_other_numbers(drafts, monkeypatch):
     costs = replace(made_up_costs(LAYERS), ragged=Table.of({2: 1.0, 4: 1.0}))
     batches = [[looping(10 * i + k, size) for k in range(4)] for i, size in enumerate((5, 1000, 3, 1000, 7))]
-    came, numbered = [], replays._Row
+    came, numbered = [], replays.SimulatedRow
     for step in (0, 100):
         policy, runs = Adaptive(costs, drafts=drafts), []
         for i, batch in enumerate(batches):
             first = i * step
-            monkeypatch.setattr(replays, "_Row", lambda at, *told, first=first: numbered(first + at, *told))
+            monkeypatch.setattr(replays, "SimulatedRow", lambda at, *told, first=first: numbered(first + at, *told))
             policy.forget_rows()
             runs.append(rounds_of(replay(batch, policy, costs, 4)))
         came.append(runs)
