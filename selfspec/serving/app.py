@@ -26,7 +26,16 @@ from selfspec.serving.calls import Call
 from selfspec.serving.config import ServerConfig
 from selfspec.serving.loop import refusal_of
 from selfspec.serving.metrics import Metrics
-from selfspec.serving.protocol import CHAT_TOKENS, COMPLETION_TOKENS, Asking, ChatRequest, CompletionRequest, Refusal
+from selfspec.serving.protocol import (
+    CHAT_TOKENS,
+    COMPLETION_TOKENS,
+    MOST_PARTS,
+    MOST_STOPS,
+    Asking,
+    ChatRequest,
+    CompletionRequest,
+    Refusal,
+)  # fmt: skip
 from selfspec.serving.tokens import Reader
 
 _log = logging.getLogger("selfspec.serving")
@@ -38,6 +47,11 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     500: {"description": "the request failed"},
     503: {"description": "the server shuts down, or its engine has stopped"},
     504: {"description": "the request took longer than the server allows"},
+}
+
+SHAPES = {  # of fields that may have several, of which pydantic would name the first
+    "prompt": f"a text, a list of at most {MOST_PARTS} texts, a list of token ids, or a list of those",
+    "stop": f"a text, or a list of at most {MOST_STOPS} texts",
 }
 
 
@@ -81,6 +95,7 @@ class Server:
         self._check(asked)
         if asked.stream and asked.echo and asked.logprobs is not None:
             raise Refusal("echo with logprobs cannot be streamed; leave stream out", param="stream")
+        self.dispatcher.refuse_too_many(len(asked.prompts), asked.n or 1)
         prompts = await self._reader.prompts(asked.prompts)
         length = COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
         scored = asked.logprobs if asked.echo else None
@@ -93,6 +108,7 @@ class Server:
     async def chat(self, asked: ChatRequest, request: Request) -> Response:
         """`/v1/chat/completions`."""
         self._check(asked)
+        self.dispatcher.refuse_too_many(1, asked.n or 1)
         prompt = await self._reader.chat(asked)
         length = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
         if length is None:
@@ -114,7 +130,6 @@ class Server:
             params = asked.params(seed, length, self._vocab_size, **more)
         except ValueError as problem:
             raise refusal_of(problem) from problem
-        self.dispatcher.refuse_too_many(len(prompts), params.n)
         call = Call(f"{kind}-{uuid4().hex}", prompts, params, self.config.request_timeout, drops_output)
         if self.config.log_prompts:
             _log.info("%s: %s", call.name, asked.model_dump_json(exclude_none=True))
@@ -210,8 +225,8 @@ def _add_errors(app: FastAPI) -> None:
         message = str(first["msg"])
         if name is None:
             message = "the body must be valid JSON, an object, sent with Content-Type: application/json"
-        if name == "prompt" and first["type"] != "missing":
-            message = "must be a text, a list of texts, a list of token ids, or a list of those"
+        if name in SHAPES and first["type"] != "missing":
+            where, message = [name], f"must be {SHAPES[name]}"
         return told(Refusal(message if name is None else f"{'.'.join(where)}: {message}", param=name))
 
     @app.exception_handler(HTTPException)

@@ -145,7 +145,7 @@ class Soak:
             await asyncio.sleep(0.2)
         else:
             answer = await asyncio.wait_for(reader.read(), 60)
-            assert not answer or answer.startswith(b"HTTP/1.") and b" 50" not in answer.split(b"\r\n")[0], answer
+            assert not answer or (answer.startswith(b"HTTP/1.") and b" 50" not in answer.split(b"\r\n")[0]), answer
         writer.close()
 
     def take(self, prompts, fields, choices, usage):
