@@ -23,9 +23,11 @@ def serve(options: Serve) -> None:
         with talk.waiting("importing torch and transformers"):
             from selfspec.cli.job import keep, learner_of, policy_name
             from selfspec.kernels.threads import set_threads
-            from selfspec.serving.run import DrainingServer
+            from selfspec.serving.run import DrainingServer, bound
 
         set_threads(options.threads)
+        with as_sentences():  # before minutes are spent on loading
+            at = bound(options.host, options.port)
         llm = _open(options, talk)
         policy = policy_name(options, llm.target)
         learner = learner_of(options, llm.target, policy)
@@ -34,8 +36,7 @@ def serve(options: Serve) -> None:
             _log_to(talk)
         try:
             with as_sentences():
-                where = options.host, options.port
-                DrainingServer(llm, _config(options), *where, say=lambda line: _say(talk, line)).run()
+                DrainingServer(llm, _config(options), at, say=lambda line: _say(talk, line)).run()
         finally:  # interrupted or not: what was learned is good
             keep(llm.target, policy, learner, options, talk)
 

@@ -14,7 +14,7 @@ import httpx
 from selfspec import LLM, SpeculativeConfig
 from selfspec.control.plan import Plan, Policy
 from selfspec.serving.config import ServerConfig
-from selfspec.serving.run import DrainingServer
+from selfspec.serving.run import DrainingServer, bound
 from tests.cli_fixtures import TEMPLATE
 from tests.helpers import Schedule
 from tests.models import build
@@ -98,7 +98,7 @@ class Served:
 def serving(llm, **config):
     """A server of this model while the block runs."""
     ready = threading.Event()
-    server = DrainingServer(llm, ServerConfig(model=MODEL, **config), "127.0.0.1", 0, lambda line: ready.set())
+    server = DrainingServer(llm, ServerConfig(model=MODEL, **config), bound("127.0.0.1", 0), lambda line: ready.set())
     thread = threading.Thread(target=server.run)
     thread.start()
     served = Served(server)

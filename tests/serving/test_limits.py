@@ -18,7 +18,7 @@ from selfspec.serving.calls import Call
 from selfspec.serving.config import ServerConfig
 from selfspec.serving.loop import EngineLoop
 from selfspec.serving.metrics import Metrics
-from selfspec.serving.run import DrainingServer
+from selfspec.serving.run import DrainingServer, bound
 from tests.helpers import Always
 from tests.serving.server import PATIENCE, Breaks, Gate, Slow, eventually, serving, speaker
 from tests.serving.test_protocol import events, refused
@@ -94,18 +94,32 @@ def test_a_client_that_goes_away_frees_its_place_at_the_next_program(stream):
         assert served.complete("x", max_tokens=3).status_code == 200
 
 
-def test_a_client_that_waits_and_goes_away_leaves_the_queue(pool):
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_waits_and_goes_away_leaves_the_queue(pool, stream):
     gate = Gate()
     with serving(speaker(gate), max_num_seqs=1) as served:
         first = pool.submit(served.text, "x", max_tokens=4)
         assert gate.reached.wait(PATIENCE)
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{served.url}/v1/completions", json={"prompt": "x"}, timeout=0.3)
+            httpx.post(f"{served.url}/v1/completions", json={"prompt": "x", "stream": stream}, timeout=0.3)
+        eventually(lambda: served.metric("vllm:request_success_total", finished_reason="abort") == 1)
         gate.open.set()
         assert first.result() is not None
         eventually(lambda: is_idle(served))
-        assert served.metric("vllm:request_success_total", finished_reason="abort") == 1
         assert served.metric("vllm:generation_tokens_total") == 4
+
+
+def test_a_client_that_goes_away_before_the_last_program_ends_is_counted_once():
+    gate = Gate()
+    with serving(speaker(gate), max_num_seqs=1) as served:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{served.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=0.3)
+        eventually(lambda: served.metric("vllm:request_success_total", finished_reason="abort") == 1)
+        gate.open.set()
+        eventually(lambda: is_idle(served))
+        assert served.text("x", max_tokens=1) is not None
+        assert served.metric("vllm:request_success_total", finished_reason="length") == 1
+        assert served.metric("vllm:e2e_request_latency_seconds_count") == 1
 
 
 def test_a_slow_reader_holds_up_nobody_and_gets_all_of_its_text():
@@ -247,12 +261,12 @@ def test_a_clock_that_jumps_ends_nothing(monkeypatch):
 def test_an_engine_that_cannot_be_made_is_an_error_of_the_start():
     llm = speaker().with_speculative(SpeculativeConfig(policy="fixed", exit_layer=99))
     with pytest.raises(ValueError, match="exit_layer"):
-        DrainingServer(llm, ServerConfig(), "127.0.0.1", 0).run()
+        DrainingServer(llm, ServerConfig(), bound("127.0.0.1", 0)).run()
 
 
 def test_an_address_in_use_is_refused_in_a_sentence():
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ValueError, match="choose others"):
-        DrainingServer(speaker(), ServerConfig(), "127.0.0.1", taken.getsockname()[1])
+        bound("127.0.0.1", taken.getsockname()[1])
 
 
 @pytest.mark.parametrize(
