@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,24 +22,31 @@ def serve(options: Serve) -> None:
         raise Failure(f"serve needs {', '.join(missing)}; install them with: pip install 'selfspec[serve]'", RUN)
     with Talk(options.quiet) as talk:
         with talk.waiting("importing torch and transformers"):
-            from selfspec.cli.job import keep, learner_of, policy_name
-            from selfspec.kernels.threads import set_threads
-            from selfspec.serving.run import DrainingServer, bound
+            from selfspec.serving.run import bound
 
-        set_threads(options.threads)
         with as_sentences():  # before minutes are spent on loading
             at = bound(options.host, options.port)
-        llm = _open(options, talk)
-        policy = policy_name(options, llm.target)
-        learner = learner_of(options, llm.target, policy)
-        llm.speculative = _speculative(options, llm.target, learner)
-        if options.log_prompts:
-            _log_to(talk)
-        try:
-            with as_sentences():
-                DrainingServer(llm, _config(options), at, say=lambda line: _say(talk, line)).run()
-        finally:  # interrupted or not: what was learned is good
-            keep(llm.target, policy, learner, options, talk)
+        with at:
+            _serve(options, talk, at)
+
+
+def _serve(options: Serve, talk: Talk, at: socket.socket) -> None:
+    from selfspec.cli.job import keep, learner_of, policy_name
+    from selfspec.kernels.threads import set_threads
+    from selfspec.serving.run import DrainingServer
+
+    set_threads(options.threads)
+    llm = _open(options, talk)
+    policy = policy_name(options, llm.target)
+    learner = learner_of(options, llm.target, policy)
+    llm.speculative = _speculative(options, llm.target, learner)
+    if options.log_prompts:
+        _log_to(talk)
+    try:
+        with as_sentences():
+            DrainingServer(llm, _config(options), at, say=lambda line: _say(talk, line)).run()
+    finally:  # interrupted or not: what was learned is good
+        keep(llm.target, policy, learner, options, talk)
 
 
 def _open(options: Serve, talk: Talk) -> Any:

@@ -28,7 +28,7 @@ class DrainingServer(uvicorn.Server):
     second signal ends it at once.
 
     Args:
-        at: where it listens, see `bound`; closed when it has run.
+        at: where it listens, see `bound`.
         say: is given a line when it listens.
     """
 
@@ -53,10 +53,7 @@ class DrainingServer(uvicorn.Server):
             KeyboardInterrupt: Ctrl-C ended it.
             what `LLM.engine` raises.
         """
-        try:
-            super().run([self._socket])
-        finally:
-            self._socket.close()
+        super().run([self._socket])
         if self._signal == signal.SIGINT:
             raise KeyboardInterrupt
 

@@ -97,8 +97,8 @@ class Served:
 @contextmanager
 def serving(llm, **config):
     """A server of this model while the block runs."""
-    ready = threading.Event()
-    server = DrainingServer(llm, ServerConfig(model=MODEL, **config), bound("127.0.0.1", 0), lambda line: ready.set())
+    ready, at = threading.Event(), bound("127.0.0.1", 0)
+    server = DrainingServer(llm, ServerConfig(model=MODEL, **config), at, lambda line: ready.set())
     thread = threading.Thread(target=server.run)
     thread.start()
     served = Served(server)
@@ -110,6 +110,7 @@ def serving(llm, **config):
         served.stop()
         served.stop()
         thread.join(PATIENCE)
+        at.close()
         assert not thread.is_alive(), "the server did not end"
 
 

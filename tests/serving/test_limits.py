@@ -260,8 +260,8 @@ def test_a_clock_that_jumps_ends_nothing(monkeypatch):
 
 def test_an_engine_that_cannot_be_made_is_an_error_of_the_start():
     llm = speaker().with_speculative(SpeculativeConfig(policy="fixed", exit_layer=99))
-    with pytest.raises(ValueError, match="exit_layer"):
-        DrainingServer(llm, ServerConfig(), bound("127.0.0.1", 0)).run()
+    with bound("127.0.0.1", 0) as at, pytest.raises(ValueError, match="exit_layer"):
+        DrainingServer(llm, ServerConfig(), at).run()
 
 
 def test_an_address_in_use_is_refused_in_a_sentence():
