@@ -95,6 +95,8 @@ class Refusal(Exception):
     @property
     def headers(self) -> dict[str, str]:
         """Beside the answer."""
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
         return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
 
 

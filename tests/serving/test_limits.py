@@ -14,6 +14,7 @@ import torch
 
 from selfspec import SamplingParams, SpeculativeConfig
 from selfspec.outputs import CompletionOutput, RequestOutput
+from selfspec.serving.app import create_app
 from selfspec.serving.calls import Call
 from selfspec.serving.config import ServerConfig
 from selfspec.serving.loop import EngineLoop
@@ -107,6 +108,38 @@ def test_a_client_that_waits_and_goes_away_leaves_the_queue(pool, stream):
         assert first.result() is not None
         eventually(lambda: is_idle(served))
         assert served.metric("vllm:generation_tokens_total") == 4
+
+
+def test_a_stream_that_waits_ends_with_its_client_on_servers_that_leave_noticing_to_the_application():
+    """Since version 2.4 of the ASGI HTTP specification, starlette alone notices at the next piece."""
+    body = b'{"prompt": "x", "stream": true}'
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "method": "POST"}
+    scope |= {"path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"", "headers": headers}
+    app = create_app(speaker(Slow(0.05)), ServerConfig(max_num_seqs=1))
+
+    async def scene():
+        received, gone = iter([{"type": "http.request", "body": body}]), asyncio.Event()
+
+        async def receive():
+            for message in received:
+                return message
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            gone.set()  # after the answer's head
+
+        dispatcher = app.state.server.dispatcher
+        await dispatcher.start()
+        try:
+            dispatcher.submit(Call("long", [[1]], SamplingParams(max_tokens=500, ignore_eos=True), 99.0))
+            await asyncio.wait_for(app(scope, receive, send), PATIENCE)
+            assert dispatcher.num_open == 1  # the long one, which holds the only place
+        finally:
+            await dispatcher.stop()
+
+    asyncio.run(scene())
 
 
 def test_a_client_that_goes_away_before_the_last_program_ends_is_counted_once():
