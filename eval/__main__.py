@@ -6,6 +6,7 @@ compare  compare two run folders; exit code 1 on a loss, for CI
 quality  scores of lm-evaluation-harness tasks, decoded by selfspec
 replay   every policy on recorded outputs, without the model, compared with bounds
 live     adaptive, fixed settings and plain decoding by batch size
+serve    policies under load: requests that arrive at a server, or at one in virtual time
 gpu      kernels, launches and tokens per second of a GPU
 
 Tables go to standard output, progress to standard error. Exit codes: 0; 1 (a run failed or a figure got worse);
@@ -28,6 +29,7 @@ COMMANDS = {  # the module of each command; its `main` takes the other arguments
     "quality": "eval.quality",
     "replay": "eval.policies",
     "live": "eval.live",
+    "serve": "eval.serve",
     "gpu": "eval.gpu",
 }
 

@@ -121,7 +121,7 @@ def _draw_points(axes: Any, points: Points, methods: Sequence[str], names: Seque
     pitch, handles = len(methods) + 1, []
     for j in range(0, len(names), 2):
         axes.axhspan(j * pitch - 1, (j + 1) * pitch - 1, color="#f1f3f5", linewidth=0, zorder=0)
-    for i, (method, colour) in enumerate(_colours(methods).items()):
+    for i, (method, colour) in enumerate(colours(methods).items()):
         found = [(j * pitch + i, points[method, name]) for j, name in enumerate(names) if (method, name) in points]
         values = [value for _, (value, _, _) in found]
         errors = [[max(0.0, v - low) for _, (v, low, _) in found], [max(0.0, high - v) for _, (v, _, high) in found]]
@@ -136,14 +136,14 @@ def _draw_points(axes: Any, points: Points, methods: Sequence[str], names: Seque
     return handles
 
 
-def _colours(methods: Iterable[str]) -> dict[str, str]:
+def colours(methods: Iterable[str]) -> dict[str, str]:
     """Saturated colours for selfspec's methods, grey ones for the others; `adaptive` always has the first."""
     ours, others, found = list(OURS[1:]), list(OTHERS), dict[str, str]()
     for method in methods:
-        colours = ours if _is_ours(method) else others
+        free = ours if _is_ours(method) else others
         if method != DEFAULT_POLICY:
-            colours.append(colours.pop(0))
-        found[method] = OURS[0] if method == DEFAULT_POLICY else colours[-1]
+            free.append(free.pop(0))
+        found[method] = OURS[0] if method == DEFAULT_POLICY else free[-1]
     return found
 
 

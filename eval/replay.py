@@ -77,7 +77,9 @@ class Replayed:
 
 
 @dataclass(slots=True)
-class _Row:
+class SimulatedRow:
+    """A row that decodes the output of a trace."""
+
     request_id: int
     trace: Trace
     at: int = 0  # tokens emitted
@@ -117,21 +119,21 @@ def replay(
         deadline: seconds after which a program begins no further round, where its plan has no deadline.
     """
     done = Replayed()
-    waiting = deque(_Row(i, trace) for i, trace in enumerate(traces))
-    rows: list[_Row] = []
+    waiting = deque(SimulatedRow(i, trace) for i, trace in enumerate(traces))
+    rows: list[SimulatedRow] = []
     checked = CheckedPolicy(policy, traces[0].num_layers if traces else 1)
     while waiting or rows:
         while waiting and len(rows) < batch_size:
             rows.append(waiting.popleft())
-        done.seconds += _prefill(rows, prefill_chunk, policy, costs)
+        done.seconds += prefill(rows, prefill_chunk, policy, costs)
         ready = [row for row in rows if row.num_cached == row.trace.prompt_length - 1]
         if ready:
-            _program(ready, len(ready) < len(rows), checked, costs, done, overheads, deadline)
+            run_program(ready, len(ready) < len(rows), checked, costs, done, overheads, deadline)
         rows = [row for row in rows if row.at < len(row.trace.tokens)]
     return done
 
 
-def _prefill(rows: Sequence[_Row], budget: int, policy: Policy, costs: Costs) -> float:
+def prefill(rows: Sequence[SimulatedRow], budget: int, policy: Policy, costs: Costs) -> float:
     """Prefill up to `budget` prompt tokens, and seed the policy with its shadow picks, in the engine's order.
 
     Returns:
@@ -162,8 +164,8 @@ def _prefill(rows: Sequence[_Row], budget: int, policy: Policy, costs: Costs) ->
     return seconds
 
 
-def _program(
-    ready: Sequence[_Row],
+def run_program(
+    ready: Sequence[SimulatedRow],
     is_single: bool,
     checked: CheckedPolicy,
     costs: Costs,
@@ -190,7 +192,7 @@ def _program(
 
 
 def _round(
-    ready: Sequence[_Row], draft: RoundDraft, costs: Costs, done: Replayed, overheads: Overheads
+    ready: Sequence[SimulatedRow], draft: RoundDraft, costs: Costs, done: Replayed, overheads: Overheads
 ) -> RoundOutcome:
     plan = draft.plan
     context = costs.context_of([row.state.content_length for row in ready])
@@ -220,7 +222,7 @@ def _seconds(plan: Plan, outcomes: Sequence[RowOutcome], context: float, costs: 
     return took
 
 
-def _outcomes(ready: Sequence[_Row], draft: RoundDraft) -> list[RowOutcome]:
+def _outcomes(ready: Sequence[SimulatedRow], draft: RoundDraft) -> list[RowOutcome]:
     if draft.given is not None:
         pairs = zip(ready, draft.given, strict=True)
         return [lookup_outcome(row.request_id, guess, row.trace.tokens[row.at :]) for row, guess in pairs]
@@ -228,7 +230,7 @@ def _outcomes(ready: Sequence[_Row], draft: RoundDraft) -> list[RowOutcome]:
     return [_outcome(row, i, draft.plan, length) for i, (row, length) in enumerate(zip(ready, lengths, strict=True))]
 
 
-def _outcome(row: _Row, index: int, plan: Plan, length: int) -> RowOutcome:
+def _outcome(row: SimulatedRow, index: int, plan: Plan, length: int) -> RowOutcome:
     outcome, shadow = draft(row.trace, row.at, plan, length), None
     if plan.shadow is not None and index in plan.shadow.rows and plan.shadow.max_columns > 0:
         stop = row.at + min(outcome.num_emitted, plan.shadow.max_columns)
@@ -239,7 +241,7 @@ def _outcome(row: _Row, index: int, plan: Plan, length: int) -> RowOutcome:
     return outcome._replace(request_id=row.request_id, shadow=shadow)
 
 
-def _advance(row: _Row, outcome: RowOutcome) -> ReplayedRow:
+def _advance(row: SimulatedRow, outcome: RowOutcome) -> ReplayedRow:
     emitted = outcome.num_emitted
     row.content += row.trace.tokens[row.at : row.at + emitted]
     row.at += emitted

@@ -111,7 +111,7 @@ class SelfSpeculative:
             refuse_call(model)
             _refuse(model, **given)
             target = self._target(model)
-            target.stack.refresh(deeply=True)
+            (target.exact_stack if self.exact else target.stack).refresh(deeply=True)
             target.stack.model.generation_config = config  # the twin's: the engine's defaults come from there
             if self._stops():
                 stop = StopStringCriteria(self.tokenizer, self._stops())

@@ -25,6 +25,7 @@ from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.responses import Responses
 from selfspec.errors import got, refuse_unknown, whole
 from selfspec.executors.cpu.install import check_engine, choose
+from selfspec.executors.cuda.exact_runner import install_exact
 from selfspec.executors.cuda.runner import install
 from selfspec.kernels.room import give_back
 from selfspec.learn import Learner
@@ -208,7 +209,7 @@ class Target:
         if self.stack.engine == "compiled":
             return self.stack
         if self._exact is None:
-            self._exact = ExactStack(self.stack)
+            self._exact = ExactStack(self.stack, install=install_exact)
         return self._exact
 
     def costs(self, batch_size: int = 1, exact: bool = False) -> Costs:
@@ -300,7 +301,7 @@ class Target:
         if copied_state(self.model) != self._state:  # another adapter, device, dtype, hook since the model was opened
             self._file = None
             self._open()
-        self.stack.refresh(deeply=True)
+        (self.exact_stack if exact else self.stack).refresh(deeply=True)
         learner = self.learner_of(learn, exit_layer)
         batch = max(1, min(max_batch_size, len(requests)))
         limit = self.stack.context_limit

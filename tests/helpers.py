@@ -25,6 +25,7 @@ from selfspec.control.plan import (
     SurvivalStop,
 )
 from selfspec.decoding.engine import Engine
+from selfspec.executors.cuda.exact_runner import install_exact
 from selfspec.model.exact import ExactStack
 from tests.models import SHARED
 from tests.target import Target
@@ -156,7 +157,7 @@ class ShortBlocks(Target):
 
     @cached_property
     def exact_stack(self):
-        return ExactStack(self.stack, rows=8, wide=16)
+        return ExactStack(self.stack, rows=8, wide=16, install=install_exact)
 
 
 # ------------------------------------------------------------------------------------------------------------- judges

@@ -56,7 +56,7 @@ def costs_key(stack: Stack) -> dict[str, Any]:
         **shape_of(stack),
         "engine": stack.engine,
         **({"packed": stack.compiled.num_bytes} if stack.compiled is not None else {}),
-        **({"exact": [stack.rows, stack.wide]} if isinstance(stack, ExactStack) else {}),
+        **({"exact": [stack.rows, stack.wide, stack.runner is not None]} if isinstance(stack, ExactStack) else {}),
         "exit_heads": None if stack.exit_heads is None else [stack.exit_heads.inner_size, *stack.exit_heads.layers],
         **({"ranks": stack.ranks.count} if stack.ranks is not None else {}),
         "device": device_name(stack.device),

@@ -90,7 +90,7 @@ class TimedRounds:
         for i, token in enumerate(self.given(num_rows, 0).tolist()):
             away = round(RAGGED * (i % 8 - mean)) + uneven * (i % 2)
             content = [0] * max(0, min(start + away, most - 1 - drafted)) + [token]
-            rows.append(Row(i, Request([0]), stopper, pages[i], content))
+            rows.append(Row(i, Request([0]), stopper, tuple(pages[i]), content))
         executor = next(one for one in self._executors[is_far] if one.serves(rows, plan))
         if plan.exit_layer == LOOKUP:
             guesses = [Guess([0] * length, length) for length in plan.draft_lengths]

@@ -11,6 +11,7 @@ import typer
 
 import selfspec
 from selfspec.cli import corpus, options
+from selfspec.cli.batch import batch
 from selfspec.cli.calibrate import calibrate
 from selfspec.cli.chat import chat
 from selfspec.cli.failure import RUN, Failure, ending, say
@@ -49,7 +50,20 @@ Examples:
 
   selfspec serve smollm2 --port 8000
 
+  selfspec serve org/name --replicas 4 --api-key "$KEY"
+
   curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Hello", "seed": 7}'
+"""
+BATCH_HELP = """Answer a file of requests: OpenAI's batch lines, or bodies such as {"prompt": "...", "max_tokens": 100}.
+
+Answers are written as they come, in lines of OpenAI's batch output. The same command goes on where an earlier one was
+stopped. Needs the extra 'serve'.
+
+Examples:
+
+  selfspec batch smollm2 --input questions.jsonl --output answers.jsonl
+
+  selfspec batch org/name --input questions.parquet --output answers.parquet --replicas 4
 """
 INSPECT_HELP = """Say what a model is, and whether it can draft for itself. Exit code 1 if it cannot.
 
@@ -106,13 +120,14 @@ def _selfspec(
 ) -> None:
     if context.invoked_subcommand is None:
         raise Failure(
-            "a command is missing, generate, chat, serve, inspect, calibrate or corpus; see 'selfspec --help'"
+            "a command is missing, generate, chat, serve, batch, inspect, calibrate or corpus; see 'selfspec --help'"
         )
 
 
 app.command("generate", help=GENERATE_HELP)(command_of(options.Generate, generate))
 app.command("chat", help=CHAT_HELP)(command_of(options.Chat, chat))
 app.command("serve", help=SERVE_HELP)(command_of(options.Serve, serve))
+app.command("batch", help=BATCH_HELP)(command_of(options.Batch, batch))
 app.command("inspect", help=INSPECT_HELP)(command_of(options.Inspect, inspect))
 app.command("calibrate", help=CALIBRATE_HELP)(command_of(options.Calibrate, calibrate))
 corpora = typer.Typer(help=CORPUS_HELP)

@@ -51,10 +51,13 @@ LAWS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_waiting_tokens": ("be at least 0", lambda n: n >= 0),
     "request_timeout": ("be a number of seconds above 0", lambda s: 0 < s < math.inf),
     "max_body_bytes": ("be at least 1", lambda n: n >= 1),
+    "replicas": ("lie in 1..1024", lambda n: 1 <= n <= 1024),
 }
 
 
 MODEL_HELP = "demo, smollm2, a folder, a .gguf file, or a hub id."
+CACHED_HELP = "Tokens whose keys and values fit at once. Default: 2048, or the context, per output."
+REPLICAS_HELP = "So many processes on Ray, with a GPU each where there are GPUs. Needs the extra 'ray'."
 
 
 def _option(panel: str | None, help: str, *names: str, default: Any = None, **more: Any) -> Any:
@@ -295,9 +298,7 @@ class Serve(Drafting):
     )
     served_model_name: str | None = _server("How clients call the model. Default: MODEL.", metavar="NAME")
     max_num_seqs: int = _server("Outputs decoded together; more wait.", metavar="N", default=16)
-    max_num_cached_tokens: int | None = _server(
-        "Tokens whose keys and values fit at once. Default: 2048, or the context, per output.", metavar="N"
-    )
+    max_num_cached_tokens: int | None = _server(CACHED_HELP, metavar="N")
     max_waiting_requests: int = _server("Outputs that may wait; more are told 429.", metavar="N", default=256)
     max_waiting_tokens: int = _server("Prompt tokens that may wait.", metavar="N", default=1 << 18)
     request_timeout: float = _server(
@@ -307,12 +308,37 @@ class Serve(Drafting):
     )
     max_body_bytes: int = _server("Largest request body.", metavar="N", default=8 << 20)
     log_prompts: bool = _server("Write prompts to the log, on stderr.", "--log-prompts", default=False)
+    replicas: int | None = _server(REPLICAS_HELP, metavar="N")
     quiet: bool = _quiet()
 
     def check(self) -> None:
         super().check()
         if self.api_key == "":
             raise Failure("--api-key must not be empty; leave it out to serve anybody")
+        if self.replicas is not None:
+            check_replicas(self)
+            if self.log_prompts:
+                raise Failure("--log-prompts is for a single process; leave it or --replicas out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch(Drafting):
+    """`selfspec batch`."""
+
+    model: str = _argument("MODEL", MODEL_HELP)
+
+    input: Path = _server("Requests, a line each: .jsonl or .parquet.", metavar="FILE", default=MISSING)
+    output: Path = _server("Answers, a line each: .jsonl or .parquet.", metavar="FILE", default=MISSING)
+    served_model_name: str | None = _server("How requests call the model. Default: MODEL.", metavar="NAME")
+    max_num_seqs: int = _server("Outputs decoded together.", metavar="N", default=16)
+    max_num_cached_tokens: int | None = _server(CACHED_HELP, metavar="N")
+    replicas: int | None = _server(REPLICAS_HELP, metavar="N")
+    quiet: bool = _quiet()
+
+    def check(self) -> None:
+        super().check()
+        if self.replicas is not None:
+            check_replicas(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -400,6 +426,14 @@ def command_of(options: type[Any], run: Callable[[Any], object]) -> Callable[...
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {one.name: one.annotation for one in parameters}
     return command
+
+
+def check_replicas(given: Drafting) -> None:
+    """Refuse what several processes cannot share."""
+    if given.learn is not None:
+        raise Failure("--learn is for a single process; leave it or --replicas out")
+    if given.device not in (None, "cpu", "cuda"):
+        raise Failure(f"--device must be cpu or cuda with --replicas, which take a device each, got {given.device}")
 
 
 def _check_drafters(given: Drafting) -> None:

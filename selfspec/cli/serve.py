@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
+from queue import SimpleQueue
 from typing import Any
 
 from selfspec.cli.failure import RUN, Failure, as_sentences
-from selfspec.cli.options import Serve
+from selfspec.cli.options import Batch, Serve
 from selfspec.cli.talk import Talk
 
 PARTS = ("fastapi", "uvicorn", "prometheus_client")
+RAY_PARTS = ("ray",)
 
 
 def serve(options: Serve) -> None:
     """Load the model and serve it."""
     options.check()
-    missing = [name for name in PARTS if find_spec(name) is None]
-    if missing:
-        raise Failure(f"serve needs {', '.join(missing)}; install them with: pip install 'selfspec[serve]'", RUN)
+    require("serve", PARTS)
+    if options.replicas is not None:
+        require("ray", RAY_PARTS)
+        _serve_replicas(options, options.replicas)
+        return
     with Talk(options.quiet) as talk:
         with talk.waiting("importing torch and transformers"):
             from selfspec.serving.run import bound
@@ -36,7 +44,7 @@ def _serve(options: Serve, talk: Talk, at: socket.socket) -> None:
     from selfspec.serving.run import DrainingServer
 
     set_threads(options.threads)
-    llm = _open(options, talk)
+    llm = _open(options, talk, options.max_num_seqs)
     policy = policy_name(options, llm.target)
     learner = learner_of(options, llm.target, policy)
     llm.speculative = _speculative(options, llm.target, learner)
@@ -49,7 +57,58 @@ def _serve(options: Serve, talk: Talk, at: socket.socket) -> None:
         keep(llm.target, policy, learner, options, talk)
 
 
-def _open(options: Serve, talk: Talk) -> Any:
+def require(extra: str, parts: Sequence[str]) -> None:
+    """Refuse what needs packages that are not there."""
+    missing = [name for name in parts if find_spec(name) is None]
+    if missing:
+        raise Failure(f"{extra} needs {', '.join(missing)}; install them with: pip install 'selfspec[{extra}]'", RUN)
+
+
+def _serve_replicas(options: Serve, number: int) -> None:
+    """Serve from several processes until a signal; their requests end first."""
+    with Talk(options.quiet) as talk:
+        with talk.waiting("importing torch and Ray"):
+            from selfspec.serving.replicas import replicated
+
+        with as_sentences(), ExitStack() as running:
+            made = replicated(
+                partial(open_llm, options, options.max_num_seqs),
+                _config(options),
+                number,
+                options.host,
+                options.port,
+                device=options.device,
+            )
+            with talk.waiting(f"starting {number} replicas of {options.model}"):
+                url = running.enter_context(made)
+            _say(talk, f"serving {options.served_model_name or options.model} by {number} replicas at {url}")
+            if _wait_for_signal() == signal.SIGINT:
+                raise KeyboardInterrupt
+
+
+def _wait_for_signal() -> int:
+    """The signal that ended the wait; another one has its usual effect."""
+    told: SimpleQueue[int] = SimpleQueue()
+    before = {one: signal.signal(one, lambda which, _: told.put(which)) for one in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        return told.get()
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+def open_llm(options: Serve | Batch, max_num_seqs: int) -> Any:
+    """The model that the options name, for one replica, in whose process this runs."""
+    from selfspec.kernels.threads import set_threads
+
+    set_threads(options.threads)
+    with Talk(quiet=True) as talk:
+        llm = _open(options, talk, max_num_seqs)
+        llm.speculative = _speculative(options, llm.target, None)
+    return llm
+
+
+def _open(options: Serve | Batch, talk: Talk, max_num_seqs: int) -> Any:
     from selfspec.cli.job import opening
     from selfspec.llm import LLM
 
@@ -59,12 +118,12 @@ def _open(options: Serve, talk: Talk) -> Any:
             options.model,
             backend=parts.pop("engine"),
             exact=options.exact,
-            max_num_seqs=options.max_num_seqs,
+            max_num_seqs=max_num_seqs,
             **parts,
         )
 
 
-def _speculative(options: Serve, target: Any, learner: Any) -> Any:
+def _speculative(options: Serve | Batch, target: Any, learner: Any) -> Any:
     from selfspec.cli.job import corpus_of
     from selfspec.params import SpeculativeConfig
 

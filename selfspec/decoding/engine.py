@@ -74,7 +74,7 @@ class Engine:
         exact: run every call in constant shapes, so that speculation equals plain decoding bit for bit in any number
             format, and no row depends on its neighbours; see `selfspec.model.exact`.
         burst: seconds after which no further round of a program begins, where its plan names no deadline; default: a
-            thirtieth.
+            thirtieth, and the program with a row's first token has one round.
         prefix_cache: keep keys and values of prompts and outputs until other requests need their memory: a prompt that
             begins as one of them does is read from where it differs. With compiled layers and in exact mode these are
             the same bits, else the same up to rounding. Or the `PrefixCache` of an earlier engine of the same target
@@ -150,7 +150,7 @@ class Engine:
         self._results: list[RowResult] = []  # of a round that has not ended
         self._rounds: list[Round] = []
         self._wasted = 0  # tokens of that round beyond the end of a row
-        self._deadline = DEADLINE if burst is None else burst
+        self._is_watched, self._deadline = burst is None, DEADLINE if burst is None else burst
         self._executors = executors_for(self.stack, self.cache, self._picker, None if learn is None else learn.take)
         self._round_seconds = 0.0  # of the last round
 
@@ -269,6 +269,8 @@ class Engine:
         if any(row.request.stop or row.request.stopping_criteria for row in rows):
             deadline = min(deadline, DEADLINE)  # where they end, what was decoded beyond is in vain
         most = plan.num_rounds if len(rows) == len(self.rows) else 1  # others wait for their prompts to be read
+        if self._is_watched and any(len(row.content) == row.num_prompt_tokens for row in rows):
+            most = 1  # a first token is waited for, and tokens are handed out after a program
         if self.stack.ranks is not None:  # clocks differ between ranks
             in_time = deadline / self._round_seconds if self._round_seconds else 1
             most, deadline = self.stack.agreed(max(1, int(min(most, in_time)))), math.inf

@@ -28,6 +28,7 @@ class PrefixCache:
 
     def __init__(self, cache: PagedCache, stack: Stack) -> None:
         self.cache, self._stack = cache, stack
+        self._weights = [*stack.model.parameters()]  # finding them takes longer than counting their edits
         self._blocks: dict[Key, Block] = {}  # full pages
         self._branches: dict[tuple[int, int, bytes], Block] = {}  # full or not; the latest of its parent and token
         self._idle: OrderedDict[Block, None] = OrderedDict()  # without users; every page before the page before it
@@ -134,7 +135,7 @@ class PrefixCache:
         own, written = row.pages[at], row.num_cached - at * size
         self._take(block)
         row.blocks.append(block)
-        row.pages[at] = block.page
+        row.pages = (*row.pages[:at], block.page, *row.pages[at + 1 :])
         self.cache.release([own], max(0, written))
         found = max(0, (at + 1) * size - row.num_cached)
         row.num_cached += found
@@ -144,10 +145,10 @@ class PrefixCache:
     def publish(self, rows: Iterable[Row]) -> None:
         """Let other rows find the full pages of these."""
         size = self.cache.page_size
-        for row in rows:
-            if row.num_cached // size <= len(row.blocks) or row.num_edits is None:
-                continue
-            if row.num_edits != self._mind_edits():
+        longer = [row for row in rows if row.num_cached // size > len(row.blocks) and row.num_edits is not None]
+        edits = self._mind_edits() if longer else None
+        for row in longer:
+            if row.num_edits != edits:
                 continue
             while len(row.blocks) < row.num_cached // size:
                 key = self._key(row.content, row.num_prompt_tokens, row.blocks, size)
@@ -259,5 +260,6 @@ class PrefixCache:
 
     def count_edits(self) -> int | None:
         """How often weights were edited in place, all together; None where some do not count."""
-        weights = list(self._stack.model.parameters())
-        return None if any(w.is_inference() for w in weights) else sum([w._version for w in weights])
+        if any(weight.is_inference() for weight in self._weights):
+            return None
+        return sum([weight._version for weight in self._weights])

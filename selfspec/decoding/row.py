@@ -25,7 +25,7 @@ class Row:
     request_id: int
     request: Request
     stopper: Stopper
-    pages: list[int]
+    pages: tuple[int, ...]  # no list: executors compare page tables with those that they were given before
     content: list[int]  # prompt and output
     num_cached: int = 0  # tokens with keys and values; content - 1 whenever a round begins
     finish_reason: FinishReason | None = None

@@ -129,7 +129,7 @@ class Scheduler:
         )
         pages, blocks, num_cached = reserved
         content = list(request.prompt)
-        return Row(request_id, request, stopper, pages, content, num_cached, num_found=num_cached, blocks=blocks)
+        return Row(request_id, request, stopper, tuple(pages), content, num_cached, num_found=num_cached, blocks=blocks)
 
     def _max_new_tokens(self, request: Request) -> int:
         return min(request.max_new_tokens, self._stack.context_limit - len(request.prompt))

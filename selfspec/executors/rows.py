@@ -55,7 +55,7 @@ class Row(Protocol):
     @property
     def stopper(self) -> Stopper: ...
     @property
-    def pages(self) -> list[int]: ...  # its KV pages, in order
+    def pages(self) -> tuple[int, ...]: ...  # its KV pages, in order
     @property
     def content(self) -> list[int]: ...  # prompt and output tokens
     @property

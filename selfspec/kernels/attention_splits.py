@@ -72,7 +72,7 @@ def tiling_of(
     else:
         plan = fixed_splits(tokens, split, window is not None or chunk is not None)
     block_d = max(16, triton.next_power_of_2(dim))
-    block_n = keys_per_step(page_size, block_d, itemsize)
+    block_n = keys_per_step(page_size if split is None else STEP, block_d, itemsize)  # sums of fixed splits: any pages
     options = launch_options(rows, block_d, block_n, itemsize, device)
     return Tiling(rows, per_tile, blocks, tiles, block_d, block_n, plan, options)
 

@@ -5,11 +5,18 @@ Tokens run in blocks of `rows`, and the last block is filled up with idle tokens
 positions, and the tile's position determines the keys that are read. Tokens of a prompt that fill whole tiles of `wide`
 positions run in blocks of `wide`. So hidden states, keys, values and logits of a token are the same bits in any batch,
 order of arrival, draft length and exit layer, and speculation equals plain decoding also in bfloat16.
+
+On CUDA, `selfspec.executors.cuda.exact_runner` does the same from recordings: only products run in constant shapes,
+where their rounding depends on shapes, and attention sums over fixed parts of a row.
+
+Keys and values at a position are a function of the tokens up to there, and of which of these positions are among the
+first `num_wide` tokens of the prompt. So two rows may share a page if their tokens are equal up to its end, and the
+same of these positions are among those first ones in both rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +29,7 @@ from selfspec.model.exact_attention import Tile, attend_exactly
 from selfspec.model.exact_check import difference
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.kv_cache import PackedRows, Span
+from selfspec.model.row_counts import RowCounts
 from selfspec.model.self_check import check_part_heads
 from selfspec.model.stack import Stack, Taps
 
@@ -38,25 +46,41 @@ class ExactStack(Stack):
         source: the other stack. Its exit heads are used, as they are at the time of a call.
         rows: tokens of a block and positions of a tile; default: `CPU_ROWS` on CPU, else `ROWS`.
         wide: the same for prompts.
+        install: may set `runner` and `recorded`, which then run all calls, after a check of their results.
 
     Raises:
         UnsupportedModelError: experts cannot run in constant shapes, or results differ nevertheless.
     """
 
-    def __init__(self, source: Stack, rows: int | None = None, wide: int = WIDE) -> None:
+    def __init__(
+        self,
+        source: Stack,
+        rows: int | None = None,
+        wide: int = WIDE,
+        install: Callable[[ExactStack, Stack], None] | None = None,
+    ) -> None:
         self._source, self.wide = source, wide
         self.rows = rows or (CPU_ROWS if source.device.type == "cpu" else ROWS)
+        self.head_counts = RowCounts(self.rows, self.rows)
+        """The numbers of rows with which the head runs."""
         super().__init__(source.model, "sdpa")
         self.backend = Backend("exact", attend_exactly)
         _set_experts(self._twin)
         check_part_heads(self)
-        differs = difference(self)
+        if install is not None:
+            install(self, source)
+        differs = difference(self) if self.runner is None else ""
         if differs:
             kind = getattr(self.config, "model_type", "model")
             raise UnsupportedModelError(
                 f"{kind}: in exact mode its {differs} still depend on the other tokens of a call, on this device; "
                 "decode without exact"
             )
+
+    def remove_runner(self) -> None:
+        """Run all calls in blocks of constant width again."""
+        self.runner = self.recorded = None
+        self.head_counts = RowCounts(self.rows, self.rows)
 
     @property
     def exit_heads(self) -> ExitHeads | None:
@@ -67,15 +91,17 @@ class ExactStack(Stack):
     def exit_heads(self, heads: ExitHeads | None) -> None:
         assert heads is None or heads is self._source.exit_heads, "exit heads are set on the target's own stack"
 
-    def run(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None = None) -> Tensor:
-        """See `Stack.run`; runs block by block, so that later blocks read the keys of earlier ones from the cache."""
+    def run_here(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None = None) -> Tensor:
+        """See `Stack.run_here`; runs block by block, so that later blocks read the keys of earlier ones."""
+        if rows.is_static:  # what runs then sees to constant shapes itself
+            return super().run_here(rows, start, stop, given, taps)
         out: Tensor | None = None
         inner = [depth for depth in taps or {} if start < depth <= stop]
         for block in blocks_of(rows, self.rows, self.wide):
             filled = given.new_zeros(block.width, *given.shape[1:])
             filled[: len(block.index)] = given[block.index]
             seen: Taps | None = dict.fromkeys(inner) if inner else None
-            hidden = super().run(block.rows, start, stop, filled, seen)
+            hidden = super().run_here(block.rows, start, stop, filled, seen)
             if out is None:
                 out = hidden.new_empty(rows.num_tokens, hidden.shape[-1])
                 if taps is not None:
@@ -93,17 +119,17 @@ class ExactStack(Stack):
 
     def head_logits(self, hidden: Tensor, lacks_norm: bool) -> Tensor:
         """See `Stack.head_logits`; logits of early exits need not be exact."""
-        if lacks_norm:
-            return super().head_logits(hidden, True)
-        out = []
-        for block in hidden.split(self.rows):
-            filled = hidden.new_zeros(self.rows, hidden.shape[-1])
-            filled[: len(block)] = block
-            out.append(super().head_logits(filled, False)[: len(block)])
-        return torch.cat(out)
+        return super().head_logits(hidden, True) if lacks_norm else self.head_counts.apply(self.normed_logits, hidden)
+
+    def normed_logits(self, hidden: Tensor) -> Tensor:
+        """Logits of hidden states after the final norm, by one product."""
+        return super().head_logits(hidden, False)
 
 
 # ------------------------------------------------------------------------------------------------------------- blocks
+
+
+Placed = tuple[Span, int]  # new tokens of a row, and the index of the first one in the packed call
 
 
 @dataclass(slots=True)
@@ -133,35 +159,42 @@ def blocks_of(rows: PackedRows, narrow: int, wide: int) -> list[Block]:
     """The blocks of a packed call, ordered so that a row's earlier tokens run first."""
     known: list[Block] | None = rows.plans.get("blocks")
     if known is None:
-        prompts: Sequence[int] = rows.plans.get("prompts") or [0] * len(rows.spans)  # prompt lengths, in prefill
-        first, rest, at = [], [], 0
-        for span, num_prompt in zip(rows.spans, prompts, strict=True):
-            # Which tokens run in wide blocks depends on their positions only, not on the chunks of the prefill.
-            if span.tree is not None:
-                rest += [(node, at + i) for i, node in enumerate(span.nodes())]
-                at += span.length
-                continue
-            n = min(span.length, max(0, num_prompt // wide * wide - span.start))
-            if n:
-                first.append((Span(span.pages, span.start, n), at))
-            if n < span.length:
-                rest.append((Span(span.pages, span.start + n, span.length - n), at + n))
-            at += span.length
-        known = rows.plans["blocks"] = [*_cut(rows, first, wide), *_cut(rows, rest, narrow)]
+        known = rows.plans["blocks"] = [
+            Block(BlockRows(rows, spans, width), torch.tensor(index, device=rows.device), width)
+            for width, part in zip((wide, narrow), parts_of(rows, wide), strict=True)
+            for spans, index in cut(part, width)
+        ]
     return known
 
 
-def _cut(rows: PackedRows, spans: Sequence[tuple[Span, int]], width: int) -> list[Block]:
-    """Pack spans, each with the index of its first token in the call, into blocks, in order."""
-    blocks: list[Block] = []
-    taken: list[Span] = []
-    index: list[int] = []
+def parts_of(rows: PackedRows, wide: int) -> tuple[list[Placed], list[Placed]]:
+    """The tokens that run in blocks of `wide`, and the others, in order; trees are split into their tokens.
 
-    def close() -> None:
-        place = torch.tensor(index, device=rows.device)
-        blocks.append(Block(BlockRows(rows, taken, width), place, width))
+    Which tokens run in wide blocks depends on their positions only, not on the chunks of the prefill.
+    """
+    prompts: Sequence[int] = rows.plans.get("prompts") or [0] * len(rows.spans)  # prompt lengths, in prefill
+    first, rest, at = list[Placed](), list[Placed](), 0
+    for span, num_prompt in zip(rows.spans, prompts, strict=True):
+        if span.tree is not None:
+            rest += [(node, at + i) for i, node in enumerate(span.nodes())]
+            at += span.length
+            continue
+        n = min(span.length, max(0, num_prompt // wide * wide - span.start))
+        if n:
+            first.append((Span(span.pages, span.start, n), at))
+        if n < span.length:
+            rest.append((Span(span.pages, span.start + n, span.length - n), at + n))
+        at += span.length
+    return first, rest
 
-    for span, at in spans:
+
+def cut(part: Sequence[Placed], width: int) -> Iterator[tuple[list[Span], list[int]]]:
+    """Pack spans into groups of `width` tokens, in order; the last one may have fewer.
+
+    Yields the spans of a group, and the indices of its tokens in the call.
+    """
+    taken, index = list[Span](), list[int]()
+    for span, at in part:
         done = 0
         while done < span.length:
             count = min(span.length - done, width - len(index))
@@ -169,11 +202,10 @@ def _cut(rows: PackedRows, spans: Sequence[tuple[Span, int]], width: int) -> lis
             index += range(at + done, at + done + count)
             done += count
             if len(index) == width:
-                close()
+                yield taken, index
                 taken, index = [], []
     if index:
-        close()
-    return blocks
+        yield taken, index
 
 
 def tiles_of(rows: BlockRows, size: int) -> list[Tile]:

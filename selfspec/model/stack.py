@@ -144,6 +144,8 @@ class Stack:
         for body in (self.compiled, self.recorded):
             if body is not None:
                 body.refresh(deeply)
+        if deeply and self.runner is not None:
+            self.runner.refresh()
 
     @property
     def context_limit(self) -> int:
@@ -201,6 +203,10 @@ class Stack:
         body = self.recorded if rows.is_static else self.compiled
         if body is not None:
             return body.run(rows, start, stop, given, taps)
+        return self.run_views(rows, start, stop, given, taps)
+
+    def run_views(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None = None) -> Tensor:
+        """Do what `run` does by the model's own modules. `rows` has an attention function."""
         self._call.taps = taps
         view = self._views.get((start, stop))
         if view is None:

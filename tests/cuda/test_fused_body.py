@@ -122,11 +122,10 @@ class Launches(TorchDispatchMode):
         return out
 
 
-def launches(stack, kernels, layout, num_layers, packing):
-    body = FusedBody(stack.llama, kernels, packing)
+def launches(body, layout, num_layers):
     cache = PagedCache(9, PAGE)
-    rows = [StaticRows(cache, layout, kernels) for _ in range(2)]
-    hidden = torch.randn(len(layout.rows), 32, dtype=stack.dtype)
+    rows = [StaticRows(cache, layout, body.kernels) for _ in range(2)]
+    hidden = torch.randn(len(layout.rows), 32, dtype=body.weights.embedding.dtype)
     body.run(rows[0], 1, 1 + num_layers, hidden)  # makes what is made once
     with Launches() as seen:
         body.run(rows[1], 1, 1 + num_layers, hidden)
@@ -155,7 +154,7 @@ def test_a_layer_takes_ten_launches(family):
     counts = []
     for num_layers in (1, 2):
         kernels = []
-        names = launches(stack, counting(kernels), layout, num_layers, "copy")
+        names = launches(FusedBody(stack.llama, counting(kernels), "copy"), layout, num_layers)
         counts.append(len(names) + len(kernels) // 2)  # the run before is counted by the kernels, too
     assert counts[1] - counts[0] == 10
     assert counts[0] <= 11, "the last sum is one more"
@@ -178,7 +177,7 @@ def test_each_triton_kernel_is_one_launch_and_attention_two_at_most():
     for num_layers in (1, 2):
         launched.clear()
         with patch.object(GridExecutor, "__call__", counted):
-            names = launches(stack, triton_kernels(), layout, num_layers, "copy")
+            names = launches(FusedBody(stack.llama, triton_kernels(), "copy"), layout, num_layers)
         counts.append(len(names) + len(launched) // 2)  # launched counts the run before, too
     assert counts[1] - counts[0] <= 10, launched
 
@@ -265,6 +264,24 @@ def test_edits_of_weights_are_seen(packing, edit):
                 EDITS[edit](weight)
     after = target.generate(prompts, max_new_tokens=12, exit_layer=1)[0].tokens
     assert after == generate(model, prompts[0], 12) != before
+
+
+@pytest.mark.parametrize("packing", [None, "share"])
+def test_a_model_that_was_moved_is_recorded_anew(packing):
+    """As after `model.cpu()` and `model.cuda()`: the device, the dtype and the parameters are those of before."""
+    model, prompts = build("llama"), make_prompts([9])
+    target = with_runner(Target(model, engine="views"), packing=packing)
+    before = target.generate(prompts, max_new_tokens=6, exit_layer=1)[0].tokens
+    for number in (*model.parameters(), *model.buffers()):
+        number.data = number.data.clone()
+    model.lm_head.weight.data = model.lm_head.weight.data.flip(0)
+    recorded = target.stack.runner.graphs.num_recorded
+    after = target.generate(prompts, max_new_tokens=6, exit_layer=1)[0].tokens
+    assert after == generate(model, prompts[0], 6) != before
+    recorded, earlier = target.stack.runner.graphs.num_recorded, recorded
+    assert recorded > earlier
+    target.generate(prompts, max_new_tokens=6, exit_layer=1)
+    assert target.stack.runner.graphs.num_recorded == recorded, "only once"
 
 
 def test_edits_in_place_are_seen_without_a_deep_look():

@@ -104,6 +104,19 @@ def test_a_prompt_is_read_in_chunks_while_others_decode(target):
     assert done[second].tokens == generate(target.model, long, 4)
 
 
+@pytest.mark.parametrize("burst", [None, 60.0])
+def test_a_first_token_is_handed_out_alone_where_somebody_watches(target, burst):
+    """Programs are long, and tokens come after one; a row that joins gets its first token after one round."""
+    engine = Engine(target, policy=Always(None, 0, num_rounds=1000), burst=burst)
+    engine.submit(make_prompts([5])[0], max_new_tokens=40)
+    first = len(engine.step())
+    assert first == (1 if burst is None else 40)
+    if burst is None:
+        engine.step()
+        engine.submit(make_prompts([4])[0], max_new_tokens=3)
+        assert len(engine.step()) == 1
+
+
 def test_a_step_that_only_reads_prompts_decodes_nothing(target):
     engine = Engine(target, prefill_chunk=3)
     engine.submit(make_prompts([8])[0], max_new_tokens=2)

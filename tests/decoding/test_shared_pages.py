@@ -23,7 +23,7 @@ from selfspec.decoding.prefix_cache import PrefixCache
 from selfspec.executors.prefill import shares
 from tests.decoding.prefixes import audit_shared, family, finished, request
 from tests.executors.engines import EXECUTORS, PAGE, Programs, alone, engine_of
-from tests.helpers import ShortBlocks, audit_cache, make_prompts
+from tests.helpers import Always, ShortBlocks, audit_cache, make_prompts
 from tests.models import build
 from tests.slow import slow
 from tests.target import Target
@@ -125,6 +125,17 @@ def test_prompts_that_come_together_are_read_once(kind):
 
 
 @executors
+def test_rows_that_write_the_same_text_share_its_pages_while_they_decode(kind):
+    """Their page tables change between two programs of the same rows."""
+    engine = engine_of(kind, policy=Always(2, 3), prefix_cache=True, burst=0.0)
+    asked = [request(system(20), 40) for _ in range(2)]
+    for one in asked:
+        engine.submit(one)
+    done = finished(engine)
+    assert [done[i].tokens for i in range(2)] == [alone(kind, one).tokens for one in asked]
+
+
+@executors
 def test_a_prompt_of_a_row_that_runs_is_found_as_soon_as_it_is_read(kind):
     engine = engine_of(kind, policy=Programs(2), prefix_cache=True, prefill_chunk=32, burst=0.0)
     first = engine.submit(request(system(), 30))
@@ -137,6 +148,20 @@ def test_a_prompt_of_a_row_that_runs_is_found_as_soon_as_it_is_read(kind):
     assert done[second].num_cached_tokens == 32
     assert done[second].tokens == alone(kind, asked).tokens
     assert done[first].tokens == alone(kind, request(system(), 30)).tokens
+
+
+def test_edits_of_weights_are_counted_without_a_walk_through_the_modules(monkeypatch):
+    """It takes milliseconds where there are 32 layers, and every row counts edits wherever it fills a page."""
+    engine, walks, honest = engine_of("eager", policy="plain", prefix_cache=True), [], torch.nn.Module.named_modules
+
+    def counted(self, *given, **named):
+        walks.append(self)
+        return honest(self, *given, **named)
+
+    monkeypatch.setattr(torch.nn.Module, "named_modules", counted)
+    for prompt in (system(), [*system(50), 8, 8]):
+        engine.submit(request(prompt, 40))
+    assert finished(engine)[1].num_cached_tokens == 48 and not walks
 
 
 def test_a_page_is_found_by_all_that_is_before_it_and_in_it():

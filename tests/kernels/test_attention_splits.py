@@ -137,6 +137,18 @@ def part_of(layout, taken):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("page_size", [1, 16, 32])
+def test_with_a_fixed_split_a_row_has_the_same_bits_in_any_pages(products_by_rows, page_size):
+    fixed = {"tile_rows": 16, "split": 64}
+    call = samples.paged([(180, 9)], 4, 2, 16, 64)
+    wanted = paged_attention.attend(call.queries, call.keys, call.values, call.layout, 0.25, **fixed)
+    keys, values = (one.reshape(-1, page_size, *one.shape[2:]) for one in (call.keys, call.values))
+    parts = 64 // page_size
+    pages = (call.layout.pages[..., None] * parts + torch.arange(parts, dtype=torch.int32)).flatten(1)
+    layout = call.layout._replace(pages=pages.contiguous())
+    assert torch.equal(paged_attention.attend(call.queries, keys, values, layout, 0.25, **fixed), wanted)
+
+
 def test_with_a_fixed_split_a_row_has_the_same_bits_whether_or_not_others_have_several():
     fixed = {"tile_rows": 16, "split": 64}
     alone = samples.paged([(40, 3)], 4, 2, 16, 64)

@@ -103,6 +103,27 @@ def test_activation_and_product(count, inner, activation, dtype):
     agree(gate(gate_up, activation), layer_reference.gate(gate_up, activation))
 
 
+@each_dtype
+def test_a_token_has_the_same_bits_alone_and_among_others(dtype):
+    """Exact mode relies on it."""
+    hidden, branch = torch.randn(2, 5, 100).to(dtype)
+    norm, post = a_norm(100, dtype, 0.0), a_norm(100, dtype, 0.0)
+    qkv, keys, values, slots, positions, *rest = qkv_call([(3, 5)], 2, 1, 8, dtype, norms=0.0)
+    pages = keys.clone(), values.clone()
+    together = (
+        *add_norm(hidden, branch, norm, post), gate(hidden, "silu"), rotate(qkv, *pages, slots, positions, *rest)
+    )  # fmt: skip
+    for i in range(5):
+        at = slice(i, i + 1)
+        own = (
+            *add_norm(hidden[at], branch[at], norm, post), gate(hidden[at], "silu"),
+            rotate(qkv[at], keys, values, slots[at], positions[at], *rest),
+        )  # fmt: skip
+        assert all(torch.equal(one, all_of_them[at]) for one, all_of_them in zip(own, together, strict=True))
+    for one, all_of_them in zip((keys, values), pages, strict=True):
+        assert torch.equal(one.nan_to_num(), all_of_them.nan_to_num())
+
+
 def test_no_tokens_are_no_work():
     hidden = torch.zeros(0, 8)
     assert [one.shape for one in add_norm(hidden, hidden, a_norm(8, torch.float32, 0.0))] == [(0, 8)] * 2

@@ -15,8 +15,10 @@ import pytest
 
 from tests import cli_fixtures
 from tests.cli_fixtures import TEMPLATE, assert_refused, save_model
+from tests.serving import replica
+from tests.serving.server import eventually
 
-run = cli_fixtures.run
+run, local_ray = cli_fixtures.run, replica.local_ray
 ROOT = Path(__file__).parents[2]
 STARTS_IN = 180.0
 
@@ -68,7 +70,7 @@ class Process:
         self.said = []
         for line in self.process.stderr:
             self.said.append(line)
-            if "serving m at" in line:
+            if line.startswith("serving m "):
                 break
         else:
             pytest.fail("".join(self.said))
@@ -94,6 +96,35 @@ def test_a_server_answers_hides_prompts_and_ends_by_sigterm_when_its_requests_ha
     code, rest = served.end(signal.SIGTERM)
     assert first.startswith("data: ") and '"finish_reason":"length"' in text and "[DONE]" in text
     assert code == 0 and "secret" not in rest and "Traceback" not in rest
+
+
+@pytest.mark.slow
+def test_replicas_end_by_sigterm_when_their_requests_have_and_leave_no_process(folder, local_ray):
+    served = Process(folder, "--replicas", 1, SELFSPEC_API_KEY="key", SELFSPEC_MARK=str(folder))
+    body = {"prompt": "a secret", "max_tokens": 200, "ignore_eos": True, "stream": True}
+    assert httpx.post(f"{served.url}/v1/completions", json=body).status_code == 401
+    headers = {"Authorization": "Bearer key"}
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, headers=headers, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        served.process.send_signal(signal.SIGTERM)
+        text = "\n".join(lines)
+    _, rest = served.process.communicate(timeout=STARTS_IN)
+    assert served.process.returncode == 0 and '"finish_reason":"length"' in text and "[DONE]" in text
+    assert "secret" not in rest and "Traceback" not in rest
+    eventually(lambda: not processes_with(f"SELFSPEC_MARK={folder}"), "that Ray's processes had ended")
+
+
+def processes_with(variable):
+    """Processes that have inherited a variable."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if variable.encode() in (process / "environ").read_bytes():
+                found.append(process.name)
+        except OSError:  # it has ended, or is another user's
+            pass
+    return found
 
 
 @pytest.mark.slow

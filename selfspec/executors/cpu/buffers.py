@@ -133,7 +133,7 @@ class Buffers:
         self._written, self._others = (_ints(count * max_draft) for _ in range(2))
         self._hidden = body.embedding.new_empty(count, max_draft, body.embedding.shape[1])
         # Inputs are kept here while the structures point to them. Equal inputs of later calls are not copied again.
-        self._pages: tuple[list[Sequence[int]], Any] = [], None
+        self._pages: tuple[list[tuple[int, ...]], Any] = [], None
         self._sampling: tuple[bytes, Any] = b"", None
         self._pick_data: PickData | None = None
         self._stop_rule: StopRule | None = None
@@ -177,11 +177,11 @@ class Buffers:
             counts[: self.count] = [0] * self.count
         for drafts in (self._matches, self._sources):
             ctypes.memset(drafts, 0, ctypes.sizeof(drafts))
-        pages = [row.pages for row in rows]
+        pages = [tuple(row.pages) for row in rows]
         if pages != self._pages[0]:
             longest = max(map(len, pages))
             flat = [page for own in pages for page in (*own, *[0] * (longest - len(own)))]
-            self._pages = [list(own) for own in pages], (ctypes.c_int64 * len(flat))(*flat)
+            self._pages = pages, (ctypes.c_int64 * len(flat))(*flat)
             self.drafting.pages, self.drafting.row_pages = ctypes.addressof(self._pages[1]), longest
         if sampling != self._sampling[0]:
             self._sampling = sampling, ctypes.create_string_buffer(sampling, len(sampling))

@@ -15,5 +15,8 @@ rotary        tables of rotary angles
 fused_body    the layers of Llama-shaped models in ten launches each
 body_choice   chooses between fused layers and the model's own modules
 runner        runs layers or a round of a stack from recordings
+exact_body    fused layers whose bits for a token depend on no other token of a call
+exact_views   the same by the model's own modules in blocks
+exact_runner  runs exact mode from recordings
 executor      runs plans by the runner
 """

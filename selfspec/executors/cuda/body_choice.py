@@ -57,7 +57,7 @@ def choose_body(
         return
     measure = measure or replay_seconds
     try:
-        body = FusedBody(stack.llama, runner.kernels, _packing(stack.llama, owned))
+        body = FusedBody(stack.llama, runner.kernels, packing_of(stack.llama, owned))
         if body.packing == "share" and stack.device.type == "cuda":
             torch.cuda.empty_cache()  # else torch keeps the memory in which the weights were before
         error = layers_error(stack, body)
@@ -80,7 +80,7 @@ def choose_body(
         _log.info("recordings run fused layers (weights: %s); with them, %s", body.packing, times)
 
 
-def _packing(weights: LlamaWeights, owned: bool) -> Packing:
+def packing_of(weights: LlamaWeights, owned: bool) -> Packing:
     """How the weights are packed: in place if the model is owned, else as copies where they fit into free memory."""
     if owned and not any(weight.is_inference() for layer in weights.layers for weight in layer.weights()):
         return "share"
@@ -107,7 +107,7 @@ def layers_error(stack: Any, body: FusedBody) -> float:
         inputs.fill(spans, tokens)
         views, fused = (StaticRows(cache, inputs.layout, body.kernels) for cache in caches)
         wanted: dict[int, Tensor | None] = dict.fromkeys(range(1, stack.num_layers + 1))
-        last = _by_views(stack, views, inputs.given, wanted)[:count]
+        last = stack.run_views(views, 0, stack.num_layers, inputs.given, wanted)[:count]
         given = inputs.given
         for depth in depths:
             taps: dict[int, Tensor | None] = {depth + 1: None}
@@ -119,16 +119,6 @@ def layers_error(stack: Any, body: FusedBody) -> float:
             given = states.contiguous()
         errors.append(_excess(done, last, last))
     return float(torch.stack(errors).max()) / ROUNDING[stack.dtype]
-
-
-def _by_views(stack: Any, rows: StaticRows, given: Tensor, taps: dict[int, Tensor | None]) -> Tensor:
-    """The views' results of all layers."""
-    chosen, stack.recorded = stack.recorded, None
-    try:
-        hidden: Tensor = stack.run_here(rows, 0, stack.num_layers, given, taps)
-        return hidden
-    finally:
-        stack.recorded = chosen
 
 
 def _excess(got: Tensor, wanted: Tensor, change: Tensor) -> Tensor:

@@ -29,10 +29,18 @@ class FusedBody:
         weights: the model's weights, in a dtype of `kernels.checks.LAYER_DTYPES`.
         kernels: attend, add_norm, rotate and gate.
         packing: how weights of products with the same input are put together, see `PackedLinear`.
+        shares: another body of the same weights and packing, whose packed weights and tables this one uses.
     """
 
-    def __init__(self, weights: LlamaWeights, kernels: Kernels, packing: Packing) -> None:
+    def __init__(
+        self, weights: LlamaWeights, kernels: Kernels, packing: Packing, shares: FusedBody | None = None
+    ) -> None:
         self.weights, self.kernels, self.packing = weights, kernels, packing
+        self._products: list[_Products]
+        self._rotary: RotaryTables
+        if shares is not None:
+            self._products, self._rotary = shares._products, shares._rotary
+            return
         self._products = [_Products(layer, packing) for layer in weights.layers]
         types = [layer.layer_type for layer in weights.layers]
         self._rotary = RotaryTables(weights.rotary, types, weights.embedding)
@@ -45,7 +53,12 @@ class FusedBody:
     @property
     def num_bytes(self) -> int:
         """Bytes of device memory in addition to the model's own: packed copies and rotary tables."""
-        return self._rotary.num_bytes + sum(one.num_bytes for own in self._products for one in own.all())
+        return self._rotary.num_bytes + sum(one.num_bytes for one in self.linears)
+
+    @property
+    def linears(self) -> Iterator[PackedLinear]:
+        """The products of all layers."""
+        return (one for own in self._products for one in own.all())
 
     def product(self, linear: PackedLinear, x: Tensor) -> Tensor:
         """A product with the weight of one or several linear layers, `[N, out]`; every product of `run` is made here.
@@ -80,9 +93,8 @@ class FusedBody:
 
     def refresh(self, deeply: bool = False) -> None:
         """Pack the weights again that were edited in place since the last call; see `PackedLinear.refresh`."""
-        for own in self._products:
-            for one in own.all():
-                one.refresh(deeply)
+        for one in self.linears:
+            one.refresh(deeply)
 
     def _add_norm(self, hidden: Tensor, branch: Tensor | None, norm: Norm, post: Norm | None) -> tuple[Tensor, Tensor]:
         added, normed = self.kernels.add_norm(hidden, branch, norm, post)

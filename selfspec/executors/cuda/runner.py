@@ -29,6 +29,7 @@ from selfspec.executors.cuda.whole_round import WholeRound
 from selfspec.kernels.suite import Kernels, has_triton, triton_kernels
 from selfspec.model.draft_vocabulary import HeldSubset
 from selfspec.model.kv_cache import PackedRows, PagedCache
+from selfspec.model.quantized import is_dense
 from selfspec.model.self_check import TOLERANCE, split_error
 
 _log = logging.getLogger("selfspec")
@@ -85,20 +86,33 @@ class Runner:
         capture: records bodies.
         budget: bytes of device memory for all recordings.
         max_rows: maximum rows of a whole round. For larger batches, segments of layers are recorded.
+        shares: another runner, whose recordings are within the same budget.
     """
 
+    has_trees = True
+    """Whether recorded rounds draft second choices."""
+
     def __init__(
-        self, stack: Any, kernels: Kernels, capture: Capture, budget: int = BUDGET, max_rows: int = MAX_ROWS
+        self,
+        stack: Any,
+        kernels: Kernels,
+        capture: Capture,
+        budget: int = BUDGET,
+        max_rows: int = MAX_ROWS,
+        shares: Runner | None = None,
     ) -> None:
         self.stack, self.kernels, self.max_rows = stack, kernels, max_rows
-        self.graphs = Graphs(capture, budget)
+        self.graphs: Graphs = Graphs(capture, budget) if shares is None else shares.graphs
         self.storages = Storages()
         self.refused: str | None = None
         """The first operation that could not be recorded; everything then runs eagerly."""
         self._heads = stack.exit_heads
+        self._weights = [one for one in (*stack.model.parameters(), *stack.model.buffers()) if is_dense(one)]
+        self._addresses = self._addresses_now()
         self._parts = WeakValueDictionary[int, HeldSubset]()  # by size; recordings hold them
         self._given: dict[bool, Tensor] = {}  # input buffers of layers, for tokens and for hidden states
-        self._lock = threading.Lock()  # a target may serve several threads, and buffers are shared
+        # A target may serve several threads; buffers and the memory of recordings are shared.
+        self._lock: threading.Lock = threading.Lock() if shares is None else shares._lock
 
     @classmethod
     def on_cuda(cls, stack: Any, budget: int = BUDGET) -> Runner:
@@ -116,6 +130,20 @@ class Runner:
             cache, dropped = self.storages.lend(num_pages, page_size)
             self.graphs.forget(lambda key: any(key[0] is one for one in dropped))  # type: ignore[index]
             return cache
+
+    def refresh(self) -> None:
+        """Drop all recordings if weights are in other memory than before, since recordings read the earlier memory.
+
+        The weights move where `.data` is assigned, as by `model.cpu()` and then `model.cuda()`.
+        """
+        with self._lock:
+            addresses = self._addresses_now()
+            if addresses != self._addresses:
+                self._addresses = addresses
+                self.graphs.forget(lambda key: True)
+
+    def _addresses_now(self) -> list[int]:
+        return [weight.data_ptr() for weight in self._weights]
 
     def run(
         self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: dict[int, Tensor | None] | None = None
@@ -220,7 +248,7 @@ class Runner:
         slots = round_up(len(rows), SLOTS)
         if slots is None or len(rows) > self.max_rows or width is None:
             return None
-        rule = plan.second_choices if exit_layer else None
+        rule = plan.second_choices if exit_layer and self.has_trees else None
         seconds = 0 if rule is None else max(0, min(rule.most, longest))
         if width > MAX_WIDTH or width + seconds > MAX_NODES or slots * (width + seconds) > MAX_PLACES:
             return None

@@ -127,8 +127,8 @@ def upload(buffer: Tensor, values: Any) -> None:
 def fill_pages(buffer: Tensor, owner: Any, tables: Sequence[Sequence[int]]) -> None:
     """Write the rows' page tables into `buffer`, `[S, P]`, unless `owner` wrote the same ones last.
 
-    Tables are compared without looking into those that are the same objects: a row's table never changes. Pages of a
-    row beyond P are left out.
+    Tables are compared without looking into those that are the same objects, so they must not be lists that are changed
+    in place. Pages of a row beyond P are left out.
     """
     if owner._tables == tables:
         return
