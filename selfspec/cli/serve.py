@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -29,23 +30,31 @@ def serve(options: Serve) -> None:
         return
     with Talk(options.quiet) as talk:
         with talk.waiting("importing torch and transformers"):
-            from selfspec.cli.job import keep, learner_of, policy_name
-            from selfspec.kernels.threads import set_threads
-            from selfspec.serving.run import DrainingServer
+            from selfspec.serving.run import bound
 
-        set_threads(options.threads)
-        llm = _open(options, talk, options.max_num_seqs)
-        policy = policy_name(options, llm.target)
-        learner = learner_of(options, llm.target, policy)
-        llm.speculative = _speculative(options, llm.target, learner)
-        if options.log_prompts:
-            _log_to(talk)
-        try:
-            with as_sentences():
-                where = options.host, options.port
-                DrainingServer(llm, _config(options), *where, say=lambda line: _say(talk, line)).run()
-        finally:  # interrupted or not: what was learned is good
-            keep(llm.target, policy, learner, options, talk)
+        with as_sentences():  # before minutes are spent on loading
+            at = bound(options.host, options.port)
+        with at:
+            _serve(options, talk, at)
+
+
+def _serve(options: Serve, talk: Talk, at: socket.socket) -> None:
+    from selfspec.cli.job import keep, learner_of, policy_name
+    from selfspec.kernels.threads import set_threads
+    from selfspec.serving.run import DrainingServer
+
+    set_threads(options.threads)
+    llm = _open(options, talk, options.max_num_seqs)
+    policy = policy_name(options, llm.target)
+    learner = learner_of(options, llm.target, policy)
+    llm.speculative = _speculative(options, llm.target, learner)
+    if options.log_prompts:
+        _log_to(talk)
+    try:
+        with as_sentences():
+            DrainingServer(llm, _config(options), at, say=lambda line: _say(talk, line)).run()
+    finally:  # interrupted or not: what was learned is good
+        keep(llm.target, policy, learner, options, talk)
 
 
 def require(extra: str, parts: Sequence[str]) -> None:

@@ -147,10 +147,13 @@ class Dispatcher:
         for call in news.started:
             self._metrics.start(now - call.arrived)
         for call, prompt, output in news.outputs:
+            if call.name not in self._open:
+                continue  # its client has gone, and it was counted then
             before = [choice.last_at for choice in call.choices]
             for choice in call.add(prompt, output, now):
                 self._metrics.tokens(call, choice, before[choice.index], now)
-            if call.has_ended and self._open.pop(call.name, None) is not None:
+            if call.has_ended:
+                del self._open[call.name]
                 self._seconds += SMOOTHING * (now - call.arrived - self._seconds)
                 self._metrics.prompts(call)
         if news.is_last:

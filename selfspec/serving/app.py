@@ -20,13 +20,22 @@ from starlette.types import Receive, Scope, Send
 import selfspec
 from selfspec.llm import LLM
 from selfspec.serving.admission import Dispatcher
-from selfspec.serving.bodies import ChatWriter, CompletionWriter, Writer, as_json
+from selfspec.serving.bodies import ChatWriter, CompletionWriter, Json, Writer
 from selfspec.serving.border import Border
 from selfspec.serving.calls import Call
 from selfspec.serving.config import ServerConfig
 from selfspec.serving.loop import refusal_of
 from selfspec.serving.metrics import Metrics
-from selfspec.serving.protocol import CHAT_TOKENS, COMPLETION_TOKENS, Asking, ChatRequest, CompletionRequest, Refusal
+from selfspec.serving.protocol import (
+    CHAT_TOKENS,
+    COMPLETION_TOKENS,
+    MOST_PARTS,
+    MOST_STOPS,
+    Asking,
+    ChatRequest,
+    CompletionRequest,
+    Refusal,
+)  # fmt: skip
 from selfspec.serving.tokens import Reader
 
 _log = logging.getLogger("selfspec.serving")
@@ -40,30 +49,42 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     504: {"description": "the request took longer than the server allows"},
 }
 
-
-class Json(Response):
-    """A JSON answer in ASCII."""
-
-    media_type = "application/json"
-
-    def render(self, content: Any) -> bytes:
-        return as_json(content)
+SHAPES = {  # of fields that may have several, of which pydantic would name the first
+    "prompt": f"a text, a list of at most {MOST_PARTS} texts, a list of token ids, or a list of those",
+    "stop": f"a text, or a list of at most {MOST_STOPS} texts",
+}
 
 
-class EventStream(StreamingResponse):
-    """Server-sent events of a call, which ends with them, whatever ends them."""
-
-    media_type = "text/event-stream"
+class Answer(Response):
+    """What comes of a call, whole or as server-sent events. The call ends with it, whatever ends it: the client's going
+    away, too, which is noticed at once.
+    """
 
     def __init__(self, writer: Writer, dispatcher: Dispatcher) -> None:
-        super().__init__(writer.events(), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._call, self._dispatcher = writer.call, dispatcher
+        super().__init__()
+        self._writer, self._call, self._dispatcher = writer, writer.call, dispatcher
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._dispatcher.submit(self._call)
+        watch = asyncio.create_task(self._watch(receive))
         try:
-            await super().__call__(scope, receive, send)
+            await self._call.accepted()
+            if self._writer.asked.stream:
+                events, headers = self._writer.events(), {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+                answer: Response = StreamingResponse(events, headers=headers, media_type="text/event-stream")
+            else:
+                await self._call.ended()
+                answer = Json(self._writer.body())
+            await answer(scope, receive, send)
         finally:
+            watch.cancel()
             self._dispatcher.end(self._call)
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._dispatcher.end(self._call)
+        self._call.fail(Refusal("the client has gone", 499))
 
 
 class Server:
@@ -76,29 +97,30 @@ class Server:
         self._vocab_size = llm.target.stack.vocab_size
         self.context_limit = llm.target.stack.context_limit
 
-    async def complete(self, asked: CompletionRequest, request: Request) -> Response:
+    async def complete(self, asked: CompletionRequest) -> Response:
         """`/v1/completions`."""
         self._check(asked)
         if asked.stream and asked.echo and asked.logprobs is not None:
             raise Refusal("echo with logprobs cannot be streamed; leave stream out", param="stream")
+        self.dispatcher.refuse_too_many(len(asked.prompts), asked.n or 1)
         prompts = await self._reader.prompts(asked.prompts)
         length = COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
         scored = asked.logprobs if asked.echo else None
         call = self._call("cmpl", asked, prompts, max(length, int(length == 0)), length == 0, prompt_logprobs=scored)
         texts = await self._reader.texts(asked.prompts) if asked.echo else []
-        return await self._answer(
-            CompletionWriter(asked, call, self.config.model, texts, self._reader.tokenizer), request
-        )
+        writer = CompletionWriter(asked, call, self.config.model, texts, self._reader.tokenizer)
+        return Answer(writer, self.dispatcher)
 
-    async def chat(self, asked: ChatRequest, request: Request) -> Response:
+    async def chat(self, asked: ChatRequest) -> Response:
         """`/v1/chat/completions`."""
         self._check(asked)
+        self.dispatcher.refuse_too_many(1, asked.n or 1)
         prompt = await self._reader.chat(asked)
         length = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
         if length is None:
             length = max(1, min(CHAT_TOKENS, self.dispatcher.room - len(prompt), self.context_limit - len(prompt)))
         call = self._call("chatcmpl", asked, [prompt], length, False)
-        return await self._answer(ChatWriter(asked, call, self.config.model), request)
+        return Answer(ChatWriter(asked, call, self.config.model), self.dispatcher)
 
     def _check(self, asked: Asking) -> None:
         if asked.model is not None and asked.model != self.config.model:
@@ -114,35 +136,10 @@ class Server:
             params = asked.params(seed, length, self._vocab_size, **more)
         except ValueError as problem:
             raise refusal_of(problem) from problem
-        self.dispatcher.refuse_too_many(len(prompts), params.n)
         call = Call(f"{kind}-{uuid4().hex}", prompts, params, self.config.request_timeout, drops_output)
         if self.config.log_prompts:
             _log.info("%s: %s", call.name, asked.model_dump_json(exclude_none=True))
         return call
-
-    async def _answer(self, writer: Writer, request: Request) -> Response:
-        call, dispatcher = writer.call, self.dispatcher
-        dispatcher.submit(call)
-        watch = asyncio.create_task(self._watch(call, request))
-        is_streaming = False
-        try:
-            await call.accepted()
-            if writer.asked.stream:
-                is_streaming = True
-                return EventStream(writer, dispatcher)
-            await call.ended()
-            return Json(writer.body())
-        finally:
-            watch.cancel()  # a stream watches for itself
-            if not is_streaming:
-                dispatcher.end(call)
-
-    async def _watch(self, call: Call, request: Request) -> None:
-        """End a call whose client has gone."""
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        self.dispatcher.end(call)
-        call.fail(Refusal("the client has gone", 499))
 
 
 def create_app(llm: LLM, config: ServerConfig | None = None) -> FastAPI:
@@ -169,12 +166,12 @@ def create_app(llm: LLM, config: ServerConfig | None = None) -> FastAPI:
 
 def _add_routes(app: FastAPI, server: Server) -> None:
     @app.post("/v1/completions", responses=ERRORS)
-    async def completions(asked: CompletionRequest, request: Request) -> Response:
-        return await server.complete(asked, request)
+    async def completions(asked: CompletionRequest) -> Response:
+        return await server.complete(asked)
 
     @app.post("/v1/chat/completions", responses=ERRORS)
-    async def chat_completions(asked: ChatRequest, request: Request) -> Response:
-        return await server.chat(asked, request)
+    async def chat_completions(asked: ChatRequest) -> Response:
+        return await server.chat(asked)
 
     @app.get("/v1/models", responses={401: ERRORS[401]})
     async def models() -> Response:
@@ -210,8 +207,8 @@ def _add_errors(app: FastAPI) -> None:
         message = str(first["msg"])
         if name is None:
             message = "the body must be valid JSON, an object, sent with Content-Type: application/json"
-        if name == "prompt" and first["type"] != "missing":
-            message = "must be a text, a list of texts, a list of token ids, or a list of those"
+        if name in SHAPES and first["type"] != "missing":
+            where, message = [name], f"must be {SHAPES[name]}"
         return told(Refusal(message if name is None else f"{'.'.join(where)}: {message}", param=name))
 
     @app.exception_handler(HTTPException)

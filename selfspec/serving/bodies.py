@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 from time import time
 from typing import Any
 
+from starlette.responses import Response
+
 from selfspec.outputs import Logprob
 from selfspec.serving.calls import Call, Choice
 from selfspec.serving.protocol import Asking, ChatRequest, CompletionRequest, Refusal
@@ -173,6 +175,15 @@ def _finite(logprob: float) -> float:
 
 def _event(body: dict[str, Any]) -> bytes:
     return b"data: " + as_json(body) + b"\n\n"
+
+
+class Json(Response):
+    """A JSON answer."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return as_json(content)
 
 
 def as_json(body: Any) -> bytes:

@@ -8,7 +8,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from selfspec.serving.bodies import as_json
+from selfspec.serving.bodies import Json
 from selfspec.serving.config import ServerConfig
 from selfspec.serving.protocol import Refusal
 
@@ -42,7 +42,7 @@ class Border:
         if refusal is None:
             await self._app(scope, _limited(receive, self._config.max_body_bytes), marked)
         else:
-            await _answer(refusal, marked)
+            await Json(refusal.body, refusal.status, refusal.headers)(scope, receive, marked)
 
     def _refusal(self, path: str, headers: Headers) -> Refusal | None:
         key = self._config.api_key
@@ -73,12 +73,3 @@ def _limited(receive: Receive, most: int) -> Receive:
 
 def _too_large(most: int) -> Refusal:
     return Refusal(f"the body must have at most {most} bytes", 413)
-
-
-async def _answer(refusal: Refusal, send: Send) -> None:
-    body, headers = as_json(refusal.body), [(b"content-type", b"application/json")]
-    headers.append((b"content-length", str(len(body)).encode()))
-    if refusal.status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
 
@@ -135,10 +135,7 @@ class Call:
         Raises:
             Refusal: it has not, or the call was ended.
         """
-        while not self._is_accepted and self._error is None:
-            await self._wait()
-        if self._error is not None:
-            raise self._error
+        await self._until(lambda: self._is_accepted)
 
     async def changes(self) -> AsyncIterator[list[Choice]]:
         """What is new of outputs, whenever there is something.
@@ -147,15 +144,14 @@ class Call:
             Refusal: the call was ended.
         """
         while True:
-            taken = [choice.take() for choice in self.choices if choice.is_new]
-            if taken:
+            if taken := [choice.take() for choice in self.choices if choice.is_new]:
                 yield taken
-            elif self._error is not None:
-                raise self._error
             elif self.has_ended:
+                await self.ended()
                 return
             else:
-                await self._wait()
+                self._news.clear()
+                await self._news.wait()
 
     async def ended(self) -> None:
         """Wait for all of it.
@@ -163,14 +159,14 @@ class Call:
         Raises:
             Refusal: the call was ended.
         """
-        while not self.has_ended:
-            await self._wait()
+        await self._until(lambda: self.has_ended)
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while self._error is None and not holds():
+            self._news.clear()
+            await self._news.wait()
         if self._error is not None:
             raise self._error
-
-    async def _wait(self) -> None:
-        await self._news.wait()
-        self._news.clear()
 
 
 def _emptied(output: CompletionOutput) -> CompletionOutput:

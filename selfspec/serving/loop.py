@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from threading import Thread
 from time import monotonic
-from typing import Literal, NamedTuple
 
 from selfspec.llm import LLM, LLMEngine
 from selfspec.outputs import RequestOutput
@@ -21,11 +20,7 @@ from selfspec.serving.protocol import CompletionRequest, Refusal
 _log = logging.getLogger("selfspec.serving")
 
 
-class Order(NamedTuple):
-    """What the engine's thread is told to do."""
-
-    what: Literal["submit", "cancel", "stop"]
-    call: Call | None = None
+Order = Callable[[LLMEngine], None]  # done between two programs
 
 
 @dataclass(slots=True)
@@ -53,7 +48,7 @@ class EngineLoop:
 
     def __init__(self, llm: LLM, config: ServerConfig, metrics: Metrics, deliver: Callable[[News], None]) -> None:
         self._llm, self._config, self._metrics, self._deliver = llm, config, metrics, deliver
-        self._orders: SimpleQueue[Order] = SimpleQueue()
+        self._orders: SimpleQueue[Order | None] = SimpleQueue()  # None: stop
         self._ready: Future[LLMEngine] = Future()
         self._thread = Thread(target=self._run, name="selfspec-engine", daemon=True)
         self._live: dict[str, tuple[Call, int]] = {}  # the engine's requests by id, and which prompt of the call it is
@@ -71,15 +66,15 @@ class EngineLoop:
 
     def submit(self, call: Call) -> None:
         """Decode a call."""
-        self._orders.put(Order("submit", call))
+        self._orders.put(lambda engine: self._add(engine, call))
 
     def cancel(self, call: Call) -> None:
         """Nobody waits for a call any more: its pages are free with the next program."""
-        self._orders.put(Order("cancel", call))
+        self._orders.put(lambda engine: self._drop(engine, call))
 
     def stop(self) -> None:
         """End the thread, after the program that it runs; waits for that."""
-        self._orders.put(Order("stop"))
+        self._orders.put(None)
         if self._thread.ident is not None:
             self._thread.join()
 
@@ -107,25 +102,20 @@ class EngineLoop:
     def _turn(self, engine: LLMEngine) -> bool:
         """Do what is ordered, and run a program if there is something to decode; False: it is told to stop."""
         for order in self._next_orders(wait=not engine.has_unfinished_requests()):
-            if order.call is None:
+            if order is None:
                 return False
-            if order.what == "submit":
-                self._add(engine, order.call)
-            else:
-                self._drop(engine, order.call)
+            order(engine)
         self._end_late(engine)
         if engine.has_unfinished_requests():
             self._step(engine)
         self._tell(engine)
         return True
 
-    def _next_orders(self, wait: bool) -> list[Order]:
-        orders = [self._orders.get()] if wait else []
-        while True:
-            try:
-                orders.append(self._orders.get_nowait())
-            except Empty:
-                return orders
+    def _next_orders(self, wait: bool) -> Iterator[Order | None]:
+        if wait:
+            yield self._orders.get()
+        while not self._orders.empty():  # nobody else takes from it
+            yield self._orders.get()
 
     def _add(self, engine: LLMEngine, call: Call) -> None:
         for index, prompt in enumerate(call.prompts):

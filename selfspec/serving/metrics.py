@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter as Counts
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -61,11 +62,11 @@ class Metrics:
         self._stages = counter("selfspec_engine_seconds", "Seconds of the engine by stage.", "stage")
 
     def _maker(self, kind: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that makes metrics of this kind, labelled by the model."""
+        """A function that makes metrics of this kind, labelled by the model, or functions of a further label."""
 
         def make(name: str, help: str, *labels: str, **more: Any) -> Any:
             made = kind(name, help, ("model_name", *labels), registry=self.registry, **more)
-            return _Labelled(made, self._model) if labels else made.labels(self._model)
+            return partial(made.labels, self._model) if labels else made.labels(self._model)
 
         return make
 
@@ -81,15 +82,15 @@ class Metrics:
 
     def round(self, round_: Round) -> None:
         """Count a round."""
-        self._stages.of("prefill").inc(round_.seconds.prefill)
+        self._stages("prefill").inc(round_.seconds.prefill)
         if round_.plan is None:
             return
-        self._stages.of("decode").inc(round_.seconds.total - round_.seconds.prefill - round_.seconds.control)
-        self._stages.of("control").inc(round_.seconds.control)
+        self._stages("decode").inc(round_.seconds.total - round_.seconds.prefill - round_.seconds.control)
+        self._stages("control").inc(round_.seconds.control)
         layer = round_.exit_layer
-        self._rounds.of("plain" if layer is None else "lookup" if layer == LOOKUP else "exit").inc()
+        self._rounds("plain" if layer is None else "lookup" if layer == LOOKUP else "exit").inc()
         if layer:
-            self._exits.of(layer).inc()
+            self._exits(layer).inc()
         if round_.num_wasted:
             self._wasted.inc(round_.num_wasted)
         positions = Counts[int]()
@@ -109,11 +110,11 @@ class Metrics:
             self._drafted.inc(drafted)
             self._accepted.inc(accepted)
         for position in range(max(positions, default=0)):
-            self._positions.of(position).inc(sum(n for accepted, n in positions.items() if accepted > position))
+            self._positions(position).inc(sum(n for accepted, n in positions.items() if accepted > position))
 
     def reject(self, reason: str) -> None:
         """Count a request that was not admitted."""
-        self._rejections.of(reason).inc()
+        self._rejections(reason).inc()
 
     def start(self, seconds: float) -> None:
         """Count a request that got a place so many seconds after it came."""
@@ -128,7 +129,7 @@ class Metrics:
                 self._between.observe(now - last_at)
         if choice.finish_reason is None:
             return
-        self._success.of(choice.finish_reason).inc()
+        self._success(choice.finish_reason).inc()
         self._output.observe(choice.num_tokens)
         self._whole.observe(now - call.arrived)
         if choice.first_at is not None and choice.last_at is not None and choice.num_tokens > 1:
@@ -144,22 +145,8 @@ class Metrics:
 
     def abort(self, call: Call) -> None:
         """Count a call whose client went away."""
-        self._success.of("abort").inc(sum(choice.finish_reason is None for choice in call.choices))
+        self._success("abort").inc(sum(choice.finish_reason is None for choice in call.choices))
 
     def fail(self, refusal: Refusal) -> None:
         """Count a call that ended with an error."""
-        self._errors.of(refusal.status).inc()
-
-
-class _Labelled:
-    """A metric with a label beside the model's name; the metric of every value is looked up once."""
-
-    def __init__(self, metric: Any, model: str) -> None:
-        self._metric, self._model = metric, model
-        self._made: dict[Any, Any] = {}
-
-    def of(self, value: Any) -> Any:
-        """The metric of this value."""
-        if value not in self._made:
-            self._made[value] = self._metric.labels(self._model, value)
-        return self._made[value]
+        self._errors(refusal.status).inc()

@@ -15,6 +15,8 @@ from selfspec.params import SamplingParams
 COMPLETION_TOKENS = 16  # of a completion whose client names no length, as OpenAI has it
 CHAT_TOKENS = 1024  # of an answer, as far as the context holds them
 INT32 = (1 << 31) - 1
+MOST_STOPS = 64  # stop strings, which are all looked for after every token
+MOST_PARTS = 1 << 14  # prompts, messages, or parts of one: reading millions would hold up every other request
 
 # Fields that ask for what is not served, with the values that ask for nothing; null always does.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -93,6 +95,8 @@ class Refusal(Exception):
     @property
     def headers(self) -> dict[str, str]:
         """Beside the answer."""
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
         return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
 
 
@@ -121,8 +125,8 @@ class Asking(Body):
     min_p: float | None = None
     seed: int | None = None
     n: Annotated[int, Field(ge=1)] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Annotated[int, Field(ge=0, le=INT32)]] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=INT32)]], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
@@ -179,10 +183,18 @@ class Asking(Body):
         )
 
 
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+
+
 class CompletionRequest(Asking):
     """Continue texts. With `echo` and `logprobs`, the log-likelihood of the prompt is told, too."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: (
+        str
+        | Annotated[list[str], Field(max_length=MOST_PARTS, fail_fast=True)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(max_length=MOST_PARTS, fail_fast=True)]
+    )
     echo: bool | None = None
     logprobs: int | None = None
 
@@ -210,7 +222,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: str
-    content: str | list[Part] | None = None
+    content: str | Annotated[list[Part], Field(max_length=MOST_PARTS, fail_fast=True)] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """As chat templates take it: a content in parts is one text."""
@@ -224,7 +236,7 @@ class Message(BaseModel):
 class ChatRequest(Asking):
     """Answer a conversation."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_PARTS, fail_fast=True)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

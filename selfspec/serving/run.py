@@ -17,6 +17,7 @@ from selfspec.serving.admission import Dispatcher
 from selfspec.serving.app import create_app
 from selfspec.serving.config import ServerConfig
 
+SECONDS_IDLE = 75  # before a connection without a request is closed; clients close theirs sooner (httpx after 5 s)
 SECONDS_TO_SEND = 5  # that connections have for what is left of their answers, once no request runs
 
 
@@ -27,25 +28,22 @@ class DrainingServer(uvicorn.Server):
     second signal ends it at once.
 
     Args:
-        port: 0 takes a free one.
+        at: where it listens, see `bound`.
         say: is given a line when it listens.
-
-    Raises:
-        ValueError: host and port cannot be listened at.
     """
 
-    def __init__(
-        self, llm: LLM, config: ServerConfig, host: str, port: int, say: Callable[[str], None] = print
-    ) -> None:
-        self._socket = bound(host, port)
+    def __init__(self, llm: LLM, config: ServerConfig, at: socket.socket, say: Callable[[str], None] = print) -> None:
+        self._socket = at
         app = create_app(llm, config)
         options: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "lifespan": "off"}
-        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=SECONDS_TO_SEND, **options))
+        options |= {"timeout_graceful_shutdown": SECONDS_TO_SEND, "timeout_keep_alive": SECONDS_IDLE}
+        super().__init__(uvicorn.Config(app, **options))
         self._dispatcher: Dispatcher = app.state.server.dispatcher
         self._model, self._seconds, self._say = config.model, config.request_timeout, say
         self._stops_at: float | None = None
         self._signal: int | None = None  # the first that it got
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}"
+        host, port = at.getsockname()[:2]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         """Where it listens."""
 
     def run(self, sockets: Any = None) -> None:
@@ -55,10 +53,7 @@ class DrainingServer(uvicorn.Server):
             KeyboardInterrupt: Ctrl-C ended it.
             what `LLM.engine` raises.
         """
-        try:
-            super().run([self._socket])
-        finally:
-            self._socket.close()
+        super().run([self._socket])
         if self._signal == signal.SIGINT:
             raise KeyboardInterrupt
 
@@ -86,10 +81,11 @@ class DrainingServer(uvicorn.Server):
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket at that address; it does not listen yet, so that nobody connects before the engine is there.
+    """A socket at that address; port 0 takes a free one. It does not listen yet: nobody connects before the engine is
+    there.
 
     Raises:
-        ValueError: the address is in use, or not this machine's.
+        ValueError: the address cannot be listened at.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

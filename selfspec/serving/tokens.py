@@ -23,7 +23,9 @@ class Reader:
 
     def __init__(self, llm: LLM) -> None:
         self._llm, self.tokenizer = llm, llm.tokenizer
-        self._vocab_size = llm.target.stack.vocab_size
+        self._vocab_size, self._context = llm.target.stack.vocab_size, llm.target.stack.context_limit
+        longest = 1 if llm.tokenizer is None else max(map(len, llm.tokenizer.get_vocab()))
+        self._most_characters = self._context * longest  # of a text that the context can hold
         self._one_at_a_time = asyncio.Lock()
         template: Any = getattr(llm.tokenizer, "apply_chat_template", None)
         self._own_names = {"messages"} if template is None else {"messages", *signature(template).parameters}
@@ -40,7 +42,10 @@ class Reader:
         if texts and self.tokenizer is None:
             raise Refusal("prompt is a text, and this model has no tokenizer; send token ids", param="prompt")
         for text in texts:
-            _check_text(text, "prompt")
+            self._check_text(text, "prompt")
+        for ids in given:
+            if not isinstance(ids, str) and len(ids) > self._context:
+                raise _too_long(len(ids), "tokens", self._context, "prompt")
         made = await self._away(sum(map(len, texts)), lambda: [self._ids(one) for one in given])
         if not all(made):
             raise Refusal("prompt must have at least one token", param="prompt")
@@ -62,7 +67,7 @@ class Reader:
         """
         messages = [message.as_dict() for message in asked.messages]
         for message in messages:
-            _check_text(str(message["content"] or ""), "messages")
+            self._check_text(str(message["content"] or ""), "messages")
         size = sum(len(str(message)) for message in messages)
         more = asked.chat_template_kwargs or {}
         for name in more:
@@ -93,9 +98,16 @@ class Reader:
         async with self._one_at_a_time:
             return await asyncio.to_thread(work)
 
+    def _check_text(self, text: str, name: str) -> None:
+        if len(text) > self._most_characters:
+            raise _too_long(len(text), "characters", self._context, name)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise Refusal(f"{name} holds half a character (a lone surrogate)", param=name) from None
 
-def _check_text(text: str, name: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise Refusal(f"{name} holds half a character (a lone surrogate)", param=name) from None
+
+def _too_long(length: int, units: str, context: int, name: str) -> Refusal:
+    return Refusal(
+        f"{name} has {length} {units} and the model's context holds {context} tokens; shorten it", param=name
+    )

@@ -14,7 +14,7 @@ import httpx
 from selfspec import LLM, SpeculativeConfig
 from selfspec.control.plan import Plan, Policy
 from selfspec.serving.config import ServerConfig
-from selfspec.serving.run import DrainingServer
+from selfspec.serving.run import DrainingServer, bound
 from tests.cli_fixtures import TEMPLATE
 from tests.helpers import Schedule
 from tests.models import build
@@ -97,8 +97,8 @@ class Served:
 @contextmanager
 def serving(llm, **config):
     """A server of this model while the block runs."""
-    ready = threading.Event()
-    server = DrainingServer(llm, ServerConfig(model=MODEL, **config), "127.0.0.1", 0, lambda line: ready.set())
+    ready, at = threading.Event(), bound("127.0.0.1", 0)
+    server = DrainingServer(llm, ServerConfig(model=MODEL, **config), at, lambda line: ready.set())
     thread = threading.Thread(target=server.run)
     thread.start()
     served = Served(server)
@@ -110,6 +110,7 @@ def serving(llm, **config):
         served.stop()
         served.stop()
         thread.join(PATIENCE)
+        at.close()
         assert not thread.is_alive(), "the server did not end"
 
 

@@ -14,11 +14,12 @@ import torch
 
 from selfspec import SamplingParams, SpeculativeConfig
 from selfspec.outputs import CompletionOutput, RequestOutput
+from selfspec.serving.app import create_app
 from selfspec.serving.calls import Call
 from selfspec.serving.config import ServerConfig
 from selfspec.serving.loop import EngineLoop
 from selfspec.serving.metrics import Metrics
-from selfspec.serving.run import DrainingServer
+from selfspec.serving.run import DrainingServer, bound
 from tests.helpers import Always
 from tests.serving.server import PATIENCE, Breaks, Gate, Slow, eventually, serving, speaker
 from tests.serving.test_protocol import events, refused
@@ -94,18 +95,64 @@ def test_a_client_that_goes_away_frees_its_place_at_the_next_program(stream):
         assert served.complete("x", max_tokens=3).status_code == 200
 
 
-def test_a_client_that_waits_and_goes_away_leaves_the_queue(pool):
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_waits_and_goes_away_leaves_the_queue(pool, stream):
     gate = Gate()
     with serving(speaker(gate), max_num_seqs=1) as served:
         first = pool.submit(served.text, "x", max_tokens=4)
         assert gate.reached.wait(PATIENCE)
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{served.url}/v1/completions", json={"prompt": "x"}, timeout=0.3)
+            httpx.post(f"{served.url}/v1/completions", json={"prompt": "x", "stream": stream}, timeout=0.3)
+        eventually(lambda: served.metric("vllm:request_success_total", finished_reason="abort") == 1)
         gate.open.set()
         assert first.result() is not None
         eventually(lambda: is_idle(served))
-        assert served.metric("vllm:request_success_total", finished_reason="abort") == 1
         assert served.metric("vllm:generation_tokens_total") == 4
+
+
+def test_a_stream_that_waits_ends_with_its_client_on_servers_that_leave_noticing_to_the_application():
+    """Since version 2.4 of the ASGI HTTP specification, starlette alone notices at the next piece."""
+    body = b'{"prompt": "x", "stream": true}'
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "method": "POST"}
+    scope |= {"path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"", "headers": headers}
+    app = create_app(speaker(Slow(0.05)), ServerConfig(max_num_seqs=1))
+
+    async def scene():
+        received, gone = iter([{"type": "http.request", "body": body}]), asyncio.Event()
+
+        async def receive():
+            for message in received:
+                return message
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            gone.set()  # after the answer's head
+
+        dispatcher = app.state.server.dispatcher
+        await dispatcher.start()
+        try:
+            dispatcher.submit(Call("long", [[1]], SamplingParams(max_tokens=500, ignore_eos=True), 99.0))
+            await asyncio.wait_for(app(scope, receive, send), PATIENCE)
+            assert dispatcher.num_open == 1  # the long one, which holds the only place
+        finally:
+            await dispatcher.stop()
+
+    asyncio.run(scene())
+
+
+def test_a_client_that_goes_away_before_the_last_program_ends_is_counted_once():
+    gate = Gate()
+    with serving(speaker(gate), max_num_seqs=1) as served:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{served.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=0.3)
+        eventually(lambda: served.metric("vllm:request_success_total", finished_reason="abort") == 1)
+        gate.open.set()
+        eventually(lambda: is_idle(served))
+        assert served.text("x", max_tokens=1) is not None
+        assert served.metric("vllm:request_success_total", finished_reason="length") == 1
+        assert served.metric("vllm:e2e_request_latency_seconds_count") == 1
 
 
 def test_a_slow_reader_holds_up_nobody_and_gets_all_of_its_text():
@@ -246,13 +293,13 @@ def test_a_clock_that_jumps_ends_nothing(monkeypatch):
 
 def test_an_engine_that_cannot_be_made_is_an_error_of_the_start():
     llm = speaker().with_speculative(SpeculativeConfig(policy="fixed", exit_layer=99))
-    with pytest.raises(ValueError, match="exit_layer"):
-        DrainingServer(llm, ServerConfig(), "127.0.0.1", 0).run()
+    with bound("127.0.0.1", 0) as at, pytest.raises(ValueError, match="exit_layer"):
+        DrainingServer(llm, ServerConfig(), at).run()
 
 
 def test_an_address_in_use_is_refused_in_a_sentence():
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ValueError, match="choose others"):
-        DrainingServer(speaker(), ServerConfig(), "127.0.0.1", taken.getsockname()[1])
+        bound("127.0.0.1", taken.getsockname()[1])
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,12 @@ def test_wrong_limits_are_refused_before_anything_is_loaded(run, option, value):
     assert_refused(run("serve", "demo", option, value), 2, option)
 
 
+def test_an_address_in_use_is_refused_before_the_model_is_loaded(run):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert_refused(run("serve", "/no/such/model", "--port", port), 2, "host and port", str(port))
+
+
 class Process:
     """A served model."""
 

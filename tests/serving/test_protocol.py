@@ -6,9 +6,10 @@ import json
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from selfspec import LLM, SamplingParams
-from selfspec.serving.protocol import NEUTRAL
+from selfspec.serving.protocol import NEUTRAL, CompletionRequest
 from tests.models import build
 from tests.serving.server import MODEL, serving, speaker
 
@@ -128,7 +129,7 @@ WRONG = [
     ({"prompt": ""}, "prompt", "at least one token"),
     ({"prompt": []}, "prompt", "must not be empty"),
     ({"prompt": [[]]}, "prompt", "at least one token"),
-    ({"prompt": [1, "a"]}, "prompt", "a list of texts"),
+    ({"prompt": [1, "a"]}, "prompt", "a list of at most 16384 texts"),
     ({"prompt": [257]}, "prompt", "0..256"),
     ({"prompt": [-1]}, "prompt", "0..256"),
     ({"prompt": [10**30]}, "prompt", "0..256"),
@@ -146,6 +147,11 @@ WRONG = [
     ({"seed": 1 << 63}, "seed", "64-bit"),
     ({"seed": (1 << 63) - 1, "n": 2, "temperature": 1}, "seed", "64-bit"),
     ({"stop": ""}, "stop", "non-empty"),
+    ({"stop": [1, 2]}, "stop", "a list of at most 64 texts"),
+    ({"stop": [f"{i}" for i in range(65)]}, "stop", "at most 64"),
+    ({"prompt": "x" * 100_000}, "prompt", "100000 characters"),
+    ({"prompt": [5] * 513}, "prompt", "513 tokens"),
+    ({"prompt": ["x"] * 1000}, "prompt", "at most 264 outputs"),
     ({"stop_token_ids": [257]}, "stop_token_ids", "0..256"),
     ({"stop_token_ids": [1 << 40]}, "stop_token_ids", "less than or equal"),
     ({"logprobs": 21}, "logprobs", "0..20"),
@@ -166,9 +172,24 @@ def test_wrong_values_are_refused_by_name_and_the_next_request_is_served(served,
     assert served.complete(max_tokens=2).status_code == 200
 
 
+MANY = 10_000
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"stop": [1] * MANY}, {"stop_token_ids": ["x"] * MANY}, {"prompt": [None] * MANY}, {"prompt": [["x"]] * MANY}],
+)
+def test_of_a_long_list_one_mistake_is_enough(fields):
+    """Millions of them, each with its own message, would hold up every other request."""
+    with pytest.raises(ValidationError) as found:
+        CompletionRequest.model_validate({"prompt": "x", **fields})
+    assert found.value.error_count() <= 4
+
+
 CHATS = [
     ({}, "messages"),
     ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user", "content": "x" * 100_000}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
     ({"messages": [{"content": "Hi"}]}, "messages"),
     (
