@@ -323,3 +323,31 @@ def test_faults_of_the_cache_are_noticed(monkeypatch, name, fault):
     monkeypatch.setattr(PrefixCache, name, fault)
     with pytest.raises((AssertionError, KeyError, IndexError)):
         check_traffic()
+
+
+def unread_pages_are_shared(self, rows, honest=PrefixCache.publish):
+    held = [(row, row.num_cached) for row in rows]
+    for row, _ in held:
+        row.num_cached = len(row.content) - 1
+    try:
+        honest(self, [row for row, _ in held])
+    finally:
+        for row, num_cached in held:
+            row.num_cached = num_cached
+
+
+def check_a_prompt_that_is_still_being_read():
+    asked = request(make_prompts([5 * PAGE], seed=1)[0], 6)
+    engine = engine_of("eager", policy="plain", max_batch_size=2, prefill_chunk=PAGE, prefix_cache=True, burst=0.0)
+    engine.submit(asked)
+    engine.step()
+    engine.submit(asked)
+    plain = alone("eager", asked).tokens
+    assert [one.tokens for one in finished(engine).values()] == [plain, plain]
+
+
+def test_pages_are_shared_when_they_are_read_not_before(monkeypatch):
+    check_a_prompt_that_is_still_being_read()
+    monkeypatch.setattr(PrefixCache, "publish", unread_pages_are_shared)
+    with pytest.raises(AssertionError):
+        check_a_prompt_that_is_still_being_read()
