@@ -85,11 +85,11 @@ def ask(url, at, num_tokens=150):
 
 
 def replicas_of_sessions(url):
-    """Which replica answers each session, once there are two and all sessions are answered."""
+    """Which replica answers each session, once there are two, all sessions are answered, and none moves any more."""
 
     def found():
-        names, told = zip(*(ask(url, at, 1) for at in range(len(SESSIONS))), strict=True)
-        return names if None not in told and len(set(names)) == 2 else None
+        (names, told), (again, _) = (zip(*(ask(url, at, 1) for at in range(len(SESSIONS))), strict=True) for _ in "12")
+        return names if None not in told and names == again and len(set(names)) == 2 else None
 
     return eventually(found)
 
