@@ -149,7 +149,8 @@ class PagedCache:
                 if on_device is None:
                     on_device = tensor_of(index, storage.device)
                 storage[on_device, :end] = 0
-        assert not {*pages} & {*self._free}, f"some of the pages {[*pages]} were released twice"
+        twice = {*pages} & {*self._free}
+        assert not twice, f"page {min(twice)} was released twice"
         self._free = sorted([*self._free, *pages])  # one assignment, safe against interrupts; a sorted list is a heap
 
     def layer(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
