@@ -122,7 +122,7 @@ def test_those_of_a_prompt_are_a_plain_forwards_however_it_is_read(engine):
     target, prompts = tiny("llama", engine=engine), make_prompts([40, 1, 23, 40], seed=1)
     prompts[3] = prompts[0][:30] + prompts[2][:10]
     asked = [2, 0, None, 5]
-    made = Engine(target, policy=Adversary(1, 4), prefill_chunk=7, reuse_prefix=True, max_batch_size=2)
+    made = Engine(target, policy=Adversary(1, 4), prefill_chunk=7, prefix_cache=True, max_batch_size=2)
     for prompt, wanted in zip(prompts, asked, strict=True):
         made.submit(prompt, max_new_tokens=3, prompt_logprobs=wanted)
     done = {row.completion.request_id: row.completion for r in made.run() for row in r.rows if row.completion}

@@ -309,6 +309,7 @@ class Noting:
     """Notes how much rows hold."""
 
     seen = ()
+    times_stages = True
 
     def __init__(self, executor):
         self.executor = executor
