@@ -23,6 +23,7 @@ from selfspec.control.registry import POLICIES, make_policy
 from selfspec.control.rows import RoundOutcome, RowOutcome, RowState, Shadow, StageSeconds
 from selfspec.decoding.checked import CheckedPolicy
 from selfspec.drafting.row_lookup import RowLookup
+from selfspec.executors.prefill import shares
 from selfspec.executors.program import RoundDraft, next_draft
 
 PREFILL_CHUNK = 512  # the engine's default
@@ -140,14 +141,13 @@ def prefill(rows: Sequence[SimulatedRow], budget: int, policy: Policy, costs: Co
         Seconds of the shadow picks.
     """
     seeds: list[tuple[RowState, Shadow]] = []
-    for row in rows:
-        end = row.trace.prompt_length - 1
-        count = min(end - row.num_cached, budget)
+    lacking = [row.trace.prompt_length - 1 - row.num_cached for row in rows]
+    for row, count in zip(rows, shares(lacking, budget), strict=True):
         if count <= 0:
             continue
+        end = row.trace.prompt_length - 1
         first = max(row.num_cached, end - SEED_POSITIONS)
         row.num_cached += count
-        budget -= count
         if first >= row.num_cached:
             continue
         layers = tuple(policy.seed_layers(row.state))
