@@ -112,6 +112,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", WRONG)
 def test_kernels_that_are_not_exact_here_are_found(fault, caplog):
     """The elementwise kernels are exact on CPU; here the result of one depends on what it must not depend on."""

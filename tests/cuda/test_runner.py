@@ -300,6 +300,7 @@ def test_a_runner_that_agrees_stays_and_there_is_none_on_the_processor():
     assert stack.runner is not None and stack.runner.graphs.num_recorded > 0
 
 
+@pytest.mark.slow
 def test_the_kernels_themselves_decode_from_recordings():
     """Triton's, in its interpreter: everything but the device."""
     pytest.importorskip("triton", reason="Triton is not installed")

@@ -104,6 +104,7 @@ def test_second_choices_are_right_wrong_and_left_out_in_recorded_rounds():
     assert any(one.is_left_out for one in outcomes) and any(not one.num_beside for one in outcomes)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("only_recorded")
 def test_exit_heads_draft_in_recorded_rounds():
     heads = some_heads((1, 3))
@@ -198,6 +199,7 @@ def rules_of_another_round(self, rows, min_confidence, stop, rule=None, honest=R
     honest(self, rows, min_confidence, stop, rule and rule._replace(right=rule.second, second=rule.right))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("owner", "name", "fault"),
     [

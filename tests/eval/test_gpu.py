@@ -170,6 +170,7 @@ def test_a_run_that_is_cut_short_keeps_what_it_had(monkeypatch, tmp_path):
     assert content["complete"] is False and [method for method, *_ in cells_of(content)] == [*OURS, "costs"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("work", "grace", "why", "last"),
     [

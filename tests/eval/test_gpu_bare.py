@@ -36,6 +36,7 @@ def test_every_cell_is_measured_without_other_packages(kind, tmp_path):
     assert "tiny: not measured (4)" in done.stdout  # busy times, which a CPU cannot tell
 
 
+@pytest.mark.slow
 def test_the_tests_of_a_device_are_collected_without_other_packages():
     given = ["-m", "gpu", "tests/gpu", "--collect-only", "-q", "-p", "no:cacheprovider"]
     done = run(f"import pytest; sys.exit(pytest.main({given!r}))")

@@ -193,6 +193,7 @@ def test_a_profile_is_counted_without_the_hosts_time():
     assert counted(events) == (0.0035, 4, 2)
 
 
+@pytest.mark.slow
 def test_busy_time_is_that_of_replays_where_the_profiler_is_refused(monkeypatch):
     def refused(call, device):
         call()

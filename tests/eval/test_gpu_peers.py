@@ -107,6 +107,7 @@ def test_a_wrong_file_is_refused_before_anything_is_measured(content, words, tmp
     assert words in printed.err and printed.err.count("\n") == 1 and printed.out == ""
 
 
+@pytest.mark.slow
 def test_peers_run_beside_the_others_and_one_that_fails_costs_one_figure(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "run_in_process", here)
     monkeypatch.setattr(gpu_layers, "compiled_views", gpu_layers.views)

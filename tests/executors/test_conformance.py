@@ -115,7 +115,7 @@ def check_policy(kind, policy, made=None, asked=(3, 0, 8, 7, 11, 4, 14, 10)):
 @pytest.mark.parametrize(
     ("kind", "seed"),
     [
-        (kind, seed) if seed < (1 if kind in RECORDED else 2) else slow(kind, seed)
+        (kind, seed) if seed < {"cuda": 1, "fused": 0}.get(kind, 2) else slow(kind, seed)
         for kind in EXECUTORS
         for seed in range(4)
     ],
@@ -426,7 +426,7 @@ def test_what_a_callers_code_raises_in_a_later_round_costs_no_other_row_a_token(
     assert len(done[bad].tokens) > 0 and done[bad].tokens == wanted.tokens[: len(done[bad].tokens)]
 
 
-@every_executor
+@most_executors
 @pytest.mark.parametrize(("problem", "at"), [(KeyboardInterrupt, 1), (KeyboardInterrupt, 2), (MemoryError, 4)])
 def test_an_interrupt_after_a_call_that_nobody_heard_of_costs_no_token(kind, problem, at, monkeypatch):
     owner, name = LATE.get(kind, (EagerExecutor, "_accept"))

@@ -94,6 +94,7 @@ def test_the_first_error_is_named(outcome):
     assert "assert 1 == 2" in printed  # reports are whole
 
 
+@pytest.mark.slow
 def test_one_test_can_be_asked_for(tmp_path):
     code, printed = run_pytest(tmp_path, "test_faults.py::test_passes_at_last[b [c]]")
     assert code == 0 and "1 passed" in printed
