@@ -79,14 +79,15 @@ def _prompt_logprobs(stack: Stack, row: Row, last: Tensor) -> list[TokenLogprobs
 def shares(lacking: Sequence[int], budget: int) -> list[int]:
     """How many of the tokens that rows lack each of them reads.
 
-    The row that joined first gets half of the budget, so that it comes to its end whatever joins later. The other half
-    goes to those that lack least, so that a short prompt does not wait for a long one. What is left goes to the rows in
-    their order.
+    Rows read in the order in which they joined. Where the first one lacks more than the budget, it gets half of it, so
+    that it comes to its end whatever joins later, and the other half goes to those that lack least, so that a short
+    prompt does not wait for a long one.
     """
     taken = [0] * len(lacking)
     reading = [i for i, lack in enumerate(lacking) if lack > 0]
     by_need = sorted(reading[1:], key=lambda i: lacking[i])
-    for most, order in ((budget - budget // 2, reading[:1]), (budget // 2, by_need), (budget, reading)):
+    half = budget // 2 if reading and lacking[reading[0]] > budget else 0
+    for most, order in ((budget - half, reading[:1]), (half, by_need), (budget, reading)):
         for i in order:
             count = min(lacking[i] - taken[i], most, budget)
             taken[i] += count
