@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from eval.gpu_clock import Recorded, kernels_of, seconds_of
 from selfspec.decoding.engine import Engine
+from selfspec.executors.cuda.fused_body import FusedBody
 from selfspec.executors.cuda.shapes import shape_of
 from selfspec.executors.cuda.static_rows import LayersInputs, StaticRows
 from selfspec.kernels.suite import REFERENCE, Kernels
@@ -120,7 +120,7 @@ def measure_bodies(engine: Engine) -> dict[str, Any]:
             found[FUSED] = layers.measure(run)
     except (ValueError, torch.OutOfMemoryError) as problem:
         found[FUSED] = {"seconds": None, "kernels": None, "why": str(problem)}
-    return {"bodies": found, "chosen": VIEWS if getattr(engine.stack, "recorded", None) is None else FUSED}
+    return {"bodies": found, "chosen": VIEWS if engine.stack.recorded is None else FUSED}
 
 
 def measure_compiled(engine: Engine) -> dict[str, Any]:
@@ -151,17 +151,13 @@ def fused_body(stack: Stack, kernels: Kernels) -> Iterator[Run]:
     """The fused body: the one that was chosen at load, else one made for this measurement.
 
     Raises:
-        ValueError: this version has none, or none for this model.
+        ValueError: it does not serve this model.
     """
-    body = getattr(stack, "recorded", None)
+    body = stack.recorded
     if body is None:
-        try:
-            made = import_module("selfspec.executors.cuda.fused_body")
-        except ImportError as problem:
-            raise ValueError("this version has no fused body") from problem
         if stack.llama is None:
             raise ValueError("it does not serve this model")
-        body = made.FusedBody(stack.llama, kernels, "copy")
+        body = FusedBody(stack.llama, kernels, "copy")
     with _recorded_by(stack, body):
         yield stack.run_here
 
@@ -169,7 +165,7 @@ def fused_body(stack: Stack, kernels: Kernels) -> Iterator[Run]:
 @contextmanager
 def _recorded_by(stack: Any, body: Any) -> Iterator[None]:
     """What runs static rows, inside the block; None: the views. A CPU's engine does not read static rows."""
-    before = stack.compiled, getattr(stack, "recorded", None)
+    before = stack.compiled, stack.recorded
     stack.compiled, stack.recorded = None, body
     try:
         yield

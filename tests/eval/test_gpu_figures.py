@@ -154,7 +154,6 @@ def test_layers_in_static_rows_are_those_of_the_stack(opened):
 
 
 def test_the_fused_body_is_measured_where_the_load_did_not_choose_it():
-    pytest.importorskip("selfspec.executors.cuda.fused_body", reason="this version has no fused body")
     stack = synthetic_target("tiny", acceptance=None).stack
     layers = Layers(ready_engine(synthetic_target("tiny", acceptance=None), 2, 20, 24, policy="plain"))
     with torch.inference_mode():
