@@ -2,8 +2,7 @@
 
 Speed depends on shapes, number format and acceptance, not on the text, so a model can be measured without its weights.
 The acceptance is set by scaling what the layers above the exit add to the residual stream. Of a large vocabulary, texts
-use the tokens with low ids, which drafts over a part of the vocabulary cover, as they cover most of a real text. Every
-table made with such a target says "synthetic".
+use low ids only, those of the default draft vocabulary. Every table made with such a target says "synthetic".
 """
 
 from __future__ import annotations
