@@ -27,9 +27,8 @@ Measure = Callable[[Recording, torch.device], float]  # the seconds that a repla
 MAX_MEMORY_SHARE = 0.5  # share of the free memory that packed copies may take
 # One rounding to the dtype, relative to a number. Float32 has room for products that are summed in another order.
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-# Products summed in another order are rounded to another number now and then, and the hidden state with them. Of small
-# changes of a large hidden state that is up to about three roundings; a wrong layer differs by dozens.
-MAX_ROUNDINGS = 4.0
+MAX_ROUNDINGS = 4.0  # products summed in another order differ by up to about 1.5; a wrong layer differs by dozens
+SMALLER = 2.0**-6  # factor on the hidden states that a layer of the check starts from
 PAGE = 16
 CALLS = (  # two ragged rows, then what follows them: a chain and a tree
     (Span([2, 0], 0, 7), Span([1, 3], 0, 14)),
@@ -96,11 +95,11 @@ def packing_of(weights: LlamaWeights, owned: bool) -> Packing:
 def layers_error(stack: Any, body: FusedBody) -> float:
     """How far the hidden states of fused layers are from the views', in roundings; `MAX_ROUNDINGS` are allowed.
 
-    Ragged rows, padding, rows that go on, and a tree. Each layer starts from the views' hidden states. Of a difference,
-    one rounding of the hidden state itself is left out; the rest is relative, in norm, to what the layer adds.
+    Ragged rows, padding, rows that go on, and a tree. Each layer starts from the views' hidden states, which are made
+    small: else the rounding of a large hidden state would hide what a layer adds to it. Of a difference, one rounding
+    of the hidden state itself is left out; the rest is relative, in norm, to what the layer adds.
     """
     caches = [PagedCache(4, PAGE) for _ in range(2)]
-    depths = range(stack.num_layers)
     vocab, rng = stack.vocab_size, torch.Generator().manual_seed(0)
     errors = []
     for spans in CALLS:
@@ -109,19 +108,23 @@ def layers_error(stack: Any, body: FusedBody) -> float:
         inputs = LayersInputs(CALL_SHAPE, caches[0], tokens.new_zeros(CALL_SHAPE.tokens))
         inputs.fill(spans, tokens)
         views, fused = (StaticRows(cache, inputs.layout, body.kernels) for cache in caches)
-        wanted: dict[int, Tensor | None] = dict.fromkeys(range(1, stack.num_layers + 1))
-        last = stack.run_views(views, 0, stack.num_layers, inputs.given, wanted)[:count]
         given = inputs.given
-        for depth in depths:
-            taps: dict[int, Tensor | None] = {depth + 1: None}
-            done = body.run(fused, depth, depth + 1, given, taps)[:count]
-            got, states = taps[depth + 1], wanted[depth + 1]
-            assert got is not None and states is not None
-            before = states[:count] - given[:count] if depth else states[:count]
-            errors.append(_excess(got[:count], states[:count], before))
-            given = states.contiguous()
+        for depth in range(stack.num_layers):
+            wanted, last = _one_layer(stack.run_views, views, depth, given, count)
+            got, done = _one_layer(body.run, fused, depth, given, count)
+            errors.append(_excess(got, wanted, wanted - given[:count] if depth else wanted))
+            given = wanted.new_zeros((len(given), wanted.shape[1]))
+            given[:count] = wanted * SMALLER
         errors.append(_excess(done, last, last))
     return float(torch.stack(errors).max()) / ROUNDING[stack.dtype]
+
+
+def _one_layer(run: Any, rows: StaticRows, depth: int, given: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The hidden states of the first `count` tokens after a layer, and what `run` returns, the last layer's normed."""
+    taps: dict[int, Tensor | None] = {depth + 1: None}
+    done = run(rows, depth, depth + 1, given, taps)[:count]
+    hidden = taps[depth + 1]
+    return (done if hidden is None else hidden[:count]), done
 
 
 def _excess(got: Tensor, wanted: Tensor, change: Tensor) -> Tensor:
