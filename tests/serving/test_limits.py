@@ -238,7 +238,7 @@ def test_an_error_in_one_request_is_its_own():
 
     def take(news):
         delivered.append(news)
-        if sum(output.finished for news in delivered for _, _, output in news.outputs) == 2:
+        if sum(output.finished for news in delivered for _, _, output, _ in news.outputs) == 2:
             ended.set()
 
     async def calls():  # they belong to an event loop
@@ -257,7 +257,7 @@ def test_an_error_in_one_request_is_its_own():
     loop.stop()
     texts = {"good": "", "fine": ""}
     for news in delivered:
-        for call, _, output in news.outputs:
+        for call, _, output, _ in news.outputs:
             texts[call.name] += output.outputs[0].text
     assert set(texts.values()) == {wanted.outputs[0].text}
     failed = {call.name: refusal.status for news in delivered for call, refusal in news.failed}
