@@ -146,7 +146,10 @@ class Dispatcher:
             if call.name not in self._open:
                 continue  # its client has gone, and it was counted then
             for choice, last_at in call.add(prompt, output, now):
-                self._metrics.tokens(call, choice, last_at, now)
+                if choice.last_at != last_at:
+                    self._metrics.piece(call, last_at, now)
+                if choice.finish_reason is not None:
+                    self._metrics.end(call, choice, now)
             if call.has_ended:
                 del self._open[call.name]
                 self._seconds += SMOOTHING * (now - call.arrived - self._seconds)

@@ -115,15 +115,15 @@ class Metrics:
         """Count a request that got a place so many seconds after it came."""
         self._queue.observe(seconds)
 
-    def tokens(self, call: Call, choice: Choice, last_at: float | None, now: float) -> None:
-        """Count what a program added to an output. `last_at`: when the piece before came; None: there was none."""
-        if choice.last_at != last_at:
-            if last_at is None:
-                self._first.observe(now - call.arrived)
-            else:
-                self._between.observe(now - last_at)
-        if choice.finish_reason is None:
-            return
+    def piece(self, call: Call, last_at: float | None, now: float) -> None:
+        """Count that a program added to an output. `last_at`: when the piece before came; None: there was none."""
+        if last_at is None:
+            self._first.observe(now - call.arrived)
+        else:
+            self._between.observe(now - last_at)
+
+    def end(self, call: Call, choice: Choice, now: float) -> None:
+        """Count an output that ended."""
         self._success(choice.finish_reason).inc()
         self._output.observe(choice.num_tokens)
         self._whole.observe(now - call.arrived)

@@ -70,6 +70,11 @@ def test_what_can_never_fit_is_refused():
         assert served.complete("x" * 100, max_tokens=20).status_code == 200
 
 
+def test_the_smallest_cache_holds_a_default_completion():
+    with serving(speaker(), max_num_seqs=16, max_num_cached_tokens=64) as served:
+        assert served.complete("x" * 40).status_code == 200
+
+
 def test_a_request_meets_its_deadline_and_its_place_is_free():
     with serving(speaker(Slow(0.03)), max_num_seqs=1, request_timeout=0.5) as served:
         before = served.text("x", max_tokens=3)
@@ -304,7 +309,14 @@ def test_an_address_in_use_is_refused_in_a_sentence():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"request_timeout": 0}, {"max_waiting_requests": -1}, {"api_key": ""}, {"model": ""}, {"max_body_bytes": 0}],
+    [
+        {"request_timeout": 0},
+        {"max_waiting_requests": -1},
+        {"api_key": ""},
+        {"model": ""},
+        {"max_body_bytes": 0},
+        {"max_num_cached_tokens": 63},
+    ],
 )
 def test_a_wrong_limit_is_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
