@@ -1,4 +1,4 @@
-"""`EngineLoop`: the one thread that owns the engine. Calls come in by a queue; news go out once per program."""
+"""`EngineLoop`: the one thread that owns the engine. Calls come in by a queue; news go out if somebody waits for it."""
 
 from __future__ import annotations
 

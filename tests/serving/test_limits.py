@@ -269,6 +269,35 @@ def test_an_error_in_one_request_is_its_own():
     assert failed == {"bad": 500, "other bad": 500}
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_programs_that_nobody_waits_for_are_told_together(streams):
+    """A stream is told of every program; of an answer that is read whole, beginning and end, and not too much at once."""
+    llm = speaker(Slow(0))
+    params = SamplingParams(max_tokens=400, ignore_eos=True)
+    [wanted] = llm.generate("abc", params)
+    delivered, ended = [], threading.Event()
+
+    def take(news):
+        delivered.append(news)
+        if any(output.finished for _, _, output, _ in news.outputs):
+            ended.set()
+
+    async def made():  # it belongs to an event loop
+        return Call("a", [[*wanted.prompt_token_ids]], params, 99.0, streams=streams)
+
+    loop = EngineLoop(llm, ServerConfig(max_num_seqs=1), Metrics("m"), take)
+    loop.start()
+    loop.submit(asyncio.run(made()))
+    assert ended.wait(PATIENCE)
+    loop.stop()
+    told = [(output.outputs[0].token_ids, at) for news in delivered for _, _, output, at in news.outputs]
+    assert [token for tokens, _ in told for token in tokens] == wanted.outputs[0].token_ids
+    times = [at for _, at in told]
+    assert times == sorted(times) and times[0] < times[-1]
+    assert len(delivered) >= 400 if streams else len(delivered) < 9
+    assert max(len(news.outputs) for news in delivered) <= 256
+
+
 def test_logits_that_are_no_numbers_end_every_request():
     llm = speaker()
     with serving(llm, max_num_seqs=4) as served:
