@@ -51,13 +51,15 @@ def ready_engine(target: Synthetic, batch: int, context: int, new_tokens: int, *
     """An engine with prefilled rows of `context` tokens that may emit `new_tokens` each.
 
     One prompt is prefilled and its KV cache copied to the other rows, so that the prefill of a batch takes as long as
-    that of one row. The rows' last tokens differ, and so their outputs.
+    that of one row. The rows' last tokens and seeds differ, and so their outputs. They are sampled at the temperature
+    for which the target's acceptance is set.
     """
     share = -(-(context + new_tokens) // PAGE) * PAGE
     engine = Engine(target, max_batch_size=batch, max_cached_tokens=batch * share, prefill_chunk=4096, **options)
     (prompt,) = random_prompts(target.stack.vocab_size, 1, context, seed=3)
+    sampling = {"max_new_tokens": new_tokens, "temperature": target.made.temperature}
     for last in range(batch):
-        engine.submit([*prompt[:-1], last % target.stack.vocab_size], max_new_tokens=new_tokens)
+        engine.submit([*prompt[:-1], last % target.stack.vocab_size], seed=last, **sampling)
     with torch.inference_mode():
         engine._admit()
         first, *others = engine.rows

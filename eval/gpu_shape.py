@@ -23,6 +23,7 @@ from eval.gpu_plan import (
     PAUSE,
     PEER,
     PREFILL,
+    TEMPERATURE,
     TRANSFORMERS,
     Cell,
     GpuConfig,
@@ -72,7 +73,8 @@ class _Shape:
             # Rows may be longer than the model's training length: speed does not depend on it.
             longest = max(self.config.contexts) + 2 * self.config.new_tokens
             dtype = getattr(torch, self.config.dtype)
-            target = synthetic_target(self.name, dtype=dtype, device=self.device, max_position_embeddings=longest)
+            where: dict[str, Any] = {"device": self.device, "max_position_embeddings": longest}
+            target = synthetic_target(self.name, dtype=dtype, temperature=TEMPERATURE, **where)
         except Exception as problem:
             check_context(problem, self.device)
             raise
@@ -168,18 +170,24 @@ def _draft_tokens(cell: Cell) -> int:
 def predicted_seconds(target: Synthetic, batch: int, context: int) -> dict[str, float]:
     """Seconds of rounds of plain and fixed, by the cost table that `adaptive` decides with."""
     costs, exit_layer = target.costs(batch), target.made.exit_layer
-    fixed = costs.round(exit_layer, (DRAFT_TOKENS,) * batch, context)
+    share = (target.stack.default_draft_vocab or target.stack.vocab_size) / target.stack.vocab_size
+    fixed = costs.round(exit_layer, (DRAFT_TOKENS,) * batch, context, draft_share=share)
     return {"plain": costs.plain_round(batch, context), "fixed": fixed}
 
 
 def sizes_of(target: Synthetic) -> dict[str, float]:
-    """Bytes of all weights, of those read per token, of the head among these, and of the KV cache per token."""
+    """Bytes of all weights, of those read per token, of the head among these, and of the KV cache per token.
+
+    `draft_head_bytes`: of the head's rows for the default draft vocabulary.
+    """
     model, config = target.stack.model, target.stack.config.get_text_config()
     own = sum(p.nbytes for p in model.parameters())
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     kv = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers * embedding.element_size()
     unread = 0 if head is embedding else embedding.nbytes  # only one row of an embedding is read
-    return {"weight_bytes": own, "read_bytes": own - unread, "head_bytes": head.nbytes, "kv_bytes_per_token": kv}
+    drafts = (target.stack.default_draft_vocab or len(head)) * head[0].nbytes
+    read = {"read_bytes": own - unread, "head_bytes": head.nbytes, "draft_head_bytes": drafts}
+    return {"weight_bytes": own, **read, "kv_bytes_per_token": kv}
 
 
 def needed_bytes(target: Synthetic, cell: Cell, new_tokens: int) -> float:

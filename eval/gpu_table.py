@@ -39,6 +39,11 @@ def _shown(figure: Found) -> str:
     return f"not measured: {figure['why']}" if figure["value"] is None else f"{figure['value']:.3g}"
 
 
+def _number(cell: Found, name: str, form: str) -> str:
+    value = cell.get(name)
+    return "" if value is None else format(value, form)
+
+
 def _tables(name: str, shape: Found, values: Mapping[str, Found]) -> Iterator[str]:
     target, speed = shape["target"], shape["speed"]
     text = f"copies {speed['copy_bytes_per_second'] / 1e12:.2f} TB/s"
@@ -46,15 +51,18 @@ def _tables(name: str, shape: Found, values: Mapping[str, Found]) -> Iterator[st
         text += f", multiplies {speed['matmul_flops_per_second'] / 1e12:.0f} TFLOP/s"
     yield (
         f"synthetic {name}, {target['dtype']}, random weights, acceptance {target['acceptance']:.2f} at layer "
-        f"{target['exit_layer']} of {target['num_layers']}; the device {text}; tokens/s of all rows"
+        f"{target['exit_layer']} of {target['num_layers']} at temperature {target['temperature']:g}; "
+        f"the device {text}; tokens/s of all rows"
     )
     rates = {Cell(c["context"], c["batch"], c["method"]): c for c in shape["cells"] if "tokens_per_second" in c}
     for context in dict.fromkeys(cell.context for cell in rates):
         batches = sorted({cell.batch for cell in rates if cell.context == context})
         body = []
         for method in dict.fromkeys(cell.method for cell in rates if cell.context == context):
-            cells = [rates.get(Cell(context, batch, method)) for batch in batches]
-            body.append([method, *("" if one is None else f"{one['tokens_per_second']:.1f}" for one in cells)])
+            cells = [rates.get(Cell(context, batch, method), {}) for batch in batches]
+            body.append([method, *(_number(one, "tokens_per_second", ".1f") for one in cells)])
+            if any(one.get("acceptance") is not None for one in cells):
+                body.append([f"{method}: acceptance", *(_number(one, "acceptance", ".2f") for one in cells)])
         yield table([f"context {context}", *(f"batch {batch}" for batch in batches)], body)
     rounds = dict.fromkeys(
         one.rpartition(": ")[0] for one in values if one.startswith(f"{name}: ") and _is_of_round(one)

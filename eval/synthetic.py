@@ -1,8 +1,8 @@
 """Synthetic targets: any model's shape with random weights and a chosen acceptance of an early exit.
 
 Speed depends on shapes, number format and acceptance, not on the text, so a model can be measured without its weights.
-The acceptance is set by scaling what the layers above the exit add to the residual stream. Every table made with such a
-target says "synthetic".
+The acceptance is set by scaling what the layers above the exit add to the residual stream. Of a large vocabulary, texts
+use low ids only, those of the default draft vocabulary. Every table made with such a target says "synthetic".
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.initialization import no_init_weights
 
 from eval.models import Endless, open_model
+from selfspec.model.draft_vocabulary import DIVISOR, LEAST_SIZE
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.stack import Stack
 from selfspec.model.views import base_of, family_of
 
+RARE = 2.0**-6  # factor on the head's rows of tokens that texts do not use
 GAIN = 1.9  # of a random matrix on a unit vector; with it outputs neither repeat one token nor run in a cycle
 PROMPTS, PROMPT_TOKENS, SKIPPED = 8, 20, 4  # random texts for measuring acceptance; their first tokens are skipped
 LOWEST, HIGHEST = 1e-3, 4.0  # range of the scale that is searched for the wanted acceptance
@@ -101,6 +103,7 @@ class Made:
     wanted: float | None  # requested acceptance; None: not set
     scale: float  # factor on the output of the layers above the exit
     acceptance: float  # measured on random tokens
+    temperature: float  # of the picks whose acceptance this is; 0 is greedy
 
 
 class Synthetic(Endless):
@@ -122,6 +125,7 @@ def synthetic_target(
     device: str | torch.device = "cpu",
     exit_layer: int | None = None,
     acceptance: float | None = 0.8,
+    temperature: float = 0.0,
     seed: int = 0,
     **overrides: Any,
 ) -> Synthetic:
@@ -135,6 +139,9 @@ def synthetic_target(
         exit_layer: the exit whose acceptance is set; default: an eighth of the layers.
         acceptance: share of positions where the exit's pick is the whole model's, 0.05..1, to about 0.03; None: not
             set, near 0.
+        temperature: of the picks: those of the exit and of the model share their noise, as drafts and verification do.
+            With 0, greedy, long outputs may have an acceptance that differs by 0.1. A temperature sets a lowest
+            acceptance, that of independent logits: 0.14 with 1, 0.01 with 0.5.
         overrides: keys of the configuration to replace.
 
     Raises:
@@ -149,22 +156,33 @@ def synthetic_target(
     if acceptance is not None and not 0.05 <= acceptance <= 1:
         raise ValueError(f"acceptance must lie in 0.05..1, or be None to leave it as it is, got {acceptance}")
     model = random_model(config, dtype, torch.device(device), seed)
-    scale, found = _set_acceptance(model, exit_layer, acceptance, seed)
+    scale, found = _set_acceptance(model, exit_layer, acceptance, temperature, seed)
     _round_weights(model)  # again, since some were scaled
     name = config.model_type if isinstance(shape, PretrainedConfig) else str(shape)
-    made = Made(name, str(dtype).removeprefix("torch."), seed, exit_layer, acceptance, scale, found)
+    made = Made(name, str(dtype).removeprefix("torch."), seed, exit_layer, acceptance, scale, found, temperature)
     return Synthetic(model, made)
 
 
+def text_tokens(vocab_size: int) -> int:
+    """How many tokens texts use, those with the lowest ids: as many as the default draft vocabulary, if there is one.
+
+    Texts over more tokens would have few that can be drafted, since no random token is more frequent than others.
+    """
+    return min(vocab_size, max(vocab_size // DIVISOR, LEAST_SIZE))
+
+
 def random_prompts(vocab_size: int, count: int, length: int, seed: int = 0) -> list[list[int]]:
-    """Random token ids, `count` lists of `length`; equal on every device."""
+    """Random token ids of those that texts use, `count` lists of `length`; equal on every device."""
     generator = torch.Generator().manual_seed(seed + 1)
-    return torch.randint(vocab_size, (count, length), generator=generator).tolist()
+    return torch.randint(text_tokens(vocab_size), (count, length), generator=generator).tolist()
 
 
 @torch.no_grad()
 def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Any:
-    """A causal LM with weights drawn on the device in the dtype: matrices uniform by fan-in, norms 1, biases 0."""
+    """A causal LM with weights drawn on the device in the dtype: matrices uniform by fan-in, norms 1, biases 0.
+
+    The head's rows of tokens that texts do not use are scaled by `RARE`, so that they are hardly ever picked.
+    """
     with torch.device(device), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
     model.tie_weights()
@@ -176,6 +194,8 @@ def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
             weight.uniform_(-bound, bound, generator=generator)
         else:
             weight.fill_(0.0 if name.endswith("bias") or adds_one else 1.0)
+    head = model.get_output_embeddings().weight
+    head[text_tokens(len(head)) :].mul_(RARE)
     _round_weights(model)
     return model
 
@@ -188,20 +208,20 @@ def _round_weights(model: nn.Module) -> None:
 
 
 @torch.inference_mode()
-def _set_acceptance(model: Any, exit_layer: int, wanted: float | None, seed: int) -> tuple[float, float]:
+def _set_acceptance(
+    model: Any, exit_layer: int, wanted: float | None, temperature: float, seed: int
+) -> tuple[float, float]:
     """Scale the output of the layers above an exit, in place, until the exit has the wanted acceptance.
 
-    All scales are tried on the same random tokens; the layers below the exit run once.
-
-    Returns:
-        The scale and its acceptance.
+    All scales are tried on the same random tokens; the layers below the exit run once. Returns the scale and its
+    acceptance.
     """
     family = family_of(model)
     layers = getattr(base_of(model, family), family.layers)
     ends = [_end(layer, *names) for layer in layers[exit_layer:] for names in BRANCHES]
     factor = [0.0 if wanted == 1 else 1.0]
     with _scaled(ends, factor):
-        agree = _Agreement(Stack(model), exit_layer, seed)
+        agree = _Agreement(Stack(model), exit_layer, temperature, seed)
         found = agree() if wanted is None or wanted == 1 else _search(agree, factor, wanted)
     for end in ends:
         end.weight.mul_(factor[0])
@@ -246,8 +266,8 @@ def _scaled(ends: Sequence[nn.Linear], factor: list[float]) -> Iterator[None]:
 class _Agreement:
     """Measures the share of positions where an exit's pick is the whole model's, over random prompts."""
 
-    def __init__(self, stack: Stack, exit_layer: int, seed: int) -> None:
-        self.stack, self.exit_layer = stack, exit_layer
+    def __init__(self, stack: Stack, exit_layer: int, temperature: float, seed: int) -> None:
+        self.stack, self.exit_layer, self.temperature = stack, exit_layer, temperature
         prompts = random_prompts(stack.vocab_size, PROMPTS, PROMPT_TOKENS, seed)
         cache = PagedCache(PROMPTS, PROMPT_TOKENS)
         spans = [Span([row], 0, PROMPT_TOKENS) for row in range(PROMPTS)]
@@ -256,8 +276,25 @@ class _Agreement:
         self.hidden = stack.run(self.rows, 0, exit_layer, tokens)
         at = torch.arange(PROMPTS * PROMPT_TOKENS, device=stack.device)
         self.judged = at[at % PROMPT_TOKENS >= SKIPPED]
-        self.picks = stack.logits(self.hidden[self.judged], exit_layer).argmax(-1)
+        self.early = stack.logits(self.hidden[self.judged], exit_layer)
 
     def __call__(self) -> float:
         last = self.stack.run(self.rows, self.exit_layer, self.stack.num_layers, self.hidden)
-        return float((self.stack.logits(last[self.judged]).argmax(-1) == self.picks).float().mean())
+        logits = self.stack.logits(last[self.judged])
+        if self.temperature:
+            return float(agreement(self.early / self.temperature, logits / self.temperature).mean())
+        return float((logits.argmax(-1) == self.early.argmax(-1)).float().mean())
+
+
+def agreement(first: Tensor, second: Tensor) -> Tensor:
+    """The probability `[N]` that samples from logits `[N, vocab]` are equal, by argmax with the same Gumbel noise.
+
+    Both pick token i if its noise exceeds that of every other token j by the larger of log(p_j / p_i) and
+    log(q_j / q_i); so the probability is the sum over i of 1 / sum over j of max(p_j / p_i, q_j / q_i). In the order of
+    p / q, the maximum is the q's quotient for all tokens before i and the p's from i on.
+    """
+    p, q = first.log_softmax(-1), second.log_softmax(-1)
+    order = (p - q).argsort(-1)
+    p, q = p.gather(-1, order).exp(), q.gather(-1, order).exp()
+    from_here, before = p.flip(-1).cumsum(-1).flip(-1), q.cumsum(-1) - q
+    return (p * q / (from_here * q + before * p)).nan_to_num(0.0).sum(-1)

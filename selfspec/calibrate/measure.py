@@ -14,11 +14,11 @@ import torch
 
 from selfspec.calibrate.overhead import EngineOverhead
 from selfspec.calibrate.readings import Readings, low
-from selfspec.calibrate.timed_rounds import FURTHER, TimedRounds
+from selfspec.calibrate.recorded import measure_recorded
+from selfspec.calibrate.timed_rounds import FURTHER, SHADOW_POSITIONS, TimedRounds, shadow_seconds
 from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SecondChoices
 from selfspec.executors.pick import Sampling
-from selfspec.executors.shadow import shadow_picks
 from selfspec.model.stack import Stack
 from selfspec.progress import report
 
@@ -34,7 +34,6 @@ HEAD_TOKENS = (32, 128)  # numbers of tokens that rounds do not reach
 BATCH_WIDTHS, MOST = (1, 2, 3, 5, 9, 18, 32), 288
 BRANCHES = (0, 1, 3, 7)  # second choices
 RAGGED_EVERY, RAGGED_WIDTH = 4, 9  # in a ragged verification every fourth row has so many tokens, the others have one
-SHADOW_POSITIONS = (1, 4, 8, 32)
 LONG_CONTEXT, LONG_WIDTH = 512, 8  # cached tokens, and tokens per row of a verification with them
 LONGER = (64, 128)  # additional cached tokens per row of a batch; the last also for every second row only
 LONGER_WIDTH = 3  # tokens per row of a verification with these
@@ -75,6 +74,8 @@ def measure(
     if stack.num_layers < 2:
         raise ValueError(f"a model must have at least 2 layers to measure costs, got {stack.num_layers}")
     sizes = sorted({1, *batch_sizes})
+    if stack.runner is not None and stack.runner.refused is None and stack.runner.limits.rows:
+        return stack.agreed(measure_recorded(stack, sizes, repeats))
     with torch.inference_mode():
         costs = _Measurement(stack, sizes, widths, counts).costs(repeats, within)
         if stack.agreed(doubtful(costs)):
@@ -283,14 +284,8 @@ class _Measurement:
 
     def shadow(self, positions: int) -> None:
         """Time shadow picks of all layers at a few positions."""
-        hidden, sampling = self.given(positions, 1), [Sampling()] * positions
-        at = range(positions)
-        scores = self.stack.logits(hidden)
-        layers = range(1, self.stack.num_layers)
-        seen = hidden.expand(len(layers), -1, -1).contiguous()
-        start = self.now()
-        shadow_picks(self.stack, self.picker, layers, seen, sampling, at, scores, scores.argmax(-1))
-        self.keep("short", 1, positions * len(layers), self.now() - start)
+        seconds = shadow_seconds(self.stack, self.picker, self.given(positions, 1), self.now)
+        self.keep("short", 1, positions * (self.stack.num_layers - 1), seconds)
 
     def keep(self, piece: str, rows: int, size: int, seconds: float) -> None:
         if self.keeps:

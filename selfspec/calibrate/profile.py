@@ -28,7 +28,7 @@ from selfspec.model.exact import ExactStack
 from selfspec.model.fingerprint import device_name, heads_of, shape_of, weights_of
 from selfspec.model.stack import Stack
 
-SCHEMA = 21  # version of costs files; files of other versions are not read
+SCHEMA = 22  # version of costs files; files of other versions are not read
 PRIOR_SCHEMA = 2  # version of prior files
 STORED = "selfspec-prior.json"  # in a model's folder
 MOST_ROWS = 32  # largest batch measured at first use; tables extrapolate beyond
@@ -57,6 +57,7 @@ def costs_key(stack: Stack) -> dict[str, Any]:
         "engine": stack.engine,
         **({"packed": stack.compiled.num_bytes} if stack.compiled is not None else {}),
         **({"exact": [stack.rows, stack.wide, stack.runner is not None]} if isinstance(stack, ExactStack) else {}),
+        "recorded": None if stack.runner is None else type(stack.recorded).__name__,
         "exit_heads": None if stack.exit_heads is None else [stack.exit_heads.inner_size, *stack.exit_heads.layers],
         **({"ranks": stack.ranks.count} if stack.ranks is not None else {}),
         "device": device_name(stack.device),

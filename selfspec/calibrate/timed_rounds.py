@@ -15,9 +15,11 @@ from selfspec.decoding.request import Request
 from selfspec.decoding.row import Row
 from selfspec.decoding.stopping import Stopper
 from selfspec.drafting.prompt_lookup import Guess
+from selfspec.executors.pick import Sampling
 from selfspec.executors.picker import Picker
 from selfspec.executors.program import Executed, RoundDraft
 from selfspec.executors.select import executors_for
+from selfspec.executors.shadow import shadow_picks
 from selfspec.model.kv_cache import PagedCache
 from selfspec.model.stack import Stack
 
@@ -25,6 +27,7 @@ RAGGED = 4  # tokens by which the rows of a batch differ in length
 # Rounds after the first one in a call. Only the last half of them counts, since the first rounds after Python code take
 # up to twice as long.
 FURTHER, LEAST_FURTHER = 12, 3
+SHADOW_POSITIONS = (1, 4, 8, 32)  # numbers of positions at which shadow picks are timed
 GROWTH = 96  # tokens by which a row may grow in a call; long drafts have fewer rounds per call
 
 
@@ -130,6 +133,16 @@ class TimedRounds:
         if self._stack.device.type == "cuda":
             torch.cuda.synchronize(self._stack.device)
         return perf_counter()
+
+
+def shadow_seconds(stack: Stack, picker: Picker, hidden: torch.Tensor, now: Callable[[], float]) -> float:
+    """Seconds of shadow picks of all layers at the positions of `hidden`, `[N, hidden_size]`."""
+    sampling, at, scores = [Sampling()] * len(hidden), range(len(hidden)), stack.logits(hidden)
+    layers = range(1, stack.num_layers)
+    seen = hidden.expand(len(layers), -1, -1).contiguous()
+    start = now()
+    shadow_picks(stack, picker, layers, seen, sampling, at, scores, scores.argmax(-1))
+    return now() - start
 
 
 def _is_whole(round_: Executed, plan: Plan) -> bool:

@@ -5,12 +5,31 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from selfspec.control.cost_table import Copies, Table, read_by_rows, written
 from selfspec.control.plan import LOOKUP
 
 T = TypeVar("T")
+
+
+class RoundLimits(NamedTuple):
+    """Limits of rounds from recordings (CUDA graphs).
+
+    Such a round takes the time of its planned draft lengths, wherever drafts stop, and of a number of rows that is a
+    power of two.
+    """
+
+    longest: int  # maximum drafted tokens of a row
+    tokens: int  # maximum tokens of a verification, over all rows
+    rows: int  # maximum rows
+
+    def draft_length(self, num_rows: int) -> int:
+        """The maximum drafted tokens of each of these rows."""
+        slots = 1 << (num_rows - 1).bit_length()
+        return min(self.longest, self.tokens // slots - 1)
+
+
 CONTEXT = 64  # cached tokens per row up to which the tables hold without a correction
 LOOKUP_SECONDS = 1e-5  # seconds of one row's draft by lookup
 _TABLES, _BY_ROWS = ("plain", "head", "pick", "rest", "short"), ("first", "early", "late", "contexts")
@@ -44,6 +63,7 @@ class Costs:
         ragged: by rows: factor on `late` where few rows have many tokens and the others one. About 1 where tokens are
             packed, up to 2 where attention pads to the longest row; None: not measured.
         copies: drafting by 4-bit copies of the layers; None: there are none.
+        recorded: limits of rounds from recordings; None: rounds are run operation by operation.
     """
 
     num_layers: int
@@ -64,7 +84,13 @@ class Costs:
     ragged: Table | None = None
     copies: Copies | None = None
     plain_head: Table | None = None
+    recorded: RoundLimits | None = None
     _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def recorded_length(self, num_rows: int) -> int | None:
+        """The maximum draft length of rounds that are recorded; None where rounds of so many rows are not."""
+        limits = self.recorded
+        return None if limits is None or num_rows > limits.rows else limits.draft_length(num_rows)
 
     def plain_round(self, num_rows: int, context: float = CONTEXT) -> float:
         """Seconds of a round of plain decoding."""
@@ -242,6 +268,7 @@ class Costs:
             **{name: written(getattr(self, name)) for name in _BY_ROWS},
             **{name: getattr(self, name) for name in _NUMBERS},
             **{name: None if part is None else part.as_dict() for name, part in some.items()},
+            "recorded": self.recorded and list(self.recorded),
         }
 
     @classmethod
@@ -268,6 +295,8 @@ class Costs:
             fields |= {name: Table.read(read[name]) for name in _OPTIONAL if read.get(name) is not None}
             if read.get("copies") is not None:
                 fields["copies"] = Copies.from_dict(read["copies"])
+            if read.get("recorded") is not None:
+                fields["recorded"] = RoundLimits(*[int(limit) for limit in read["recorded"]])
             return cls(int(read["num_layers"]), **fields)
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as problem:
             raise ValueError(f"not a table of costs: {problem}") from problem

@@ -90,6 +90,7 @@ def table(
         forecast_ratio: emitted over forecast tokens of earlier drafts by lookup.
         most: maximum draft length of a row.
     """
+    most = min(most, costs.longest)
     count, seconds = len(rates), np.array(costs.lookups())
     needs = usual * seconds / forecast_ratio - count
     if not (needs < np.arange(len(needs))).any():

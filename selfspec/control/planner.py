@@ -152,7 +152,7 @@ def _drafting(
     """The decision for the chosen layer; `right` is its acceptance rate by bin, `rate` tokens per second.
 
     The stop rule lets drafting continue while the draft's survival exceeds what one more token costs, measured in
-    tokens by the rate of the round.
+    tokens by the rate of the round. Where stopping early saves no time, there is no stop rule.
     """
     line, rounds, rows = exit_layer - 1, costs.rounds(exit_layer, drafter), costs.num_rows
     acceptance = sum([chance * often for chance, often in zip(right, evidence.share[line].tolist(), strict=True)])
@@ -160,13 +160,15 @@ def _drafting(
     least, most = value * one_more(rounds, length, rows), MOST
     if least > acceptance ** (MIN_LENGTH_SHARE * length):  # costs have steps: use the average cost of a token
         least, most = min(least, value * each_of(rounds, length, rows)), max(1, math.ceil(length))
+    if not costs.stops_early:
+        most = round(length)
     return Decision(
         exit_layer=exit_layer,
         drafter=drafter,
         length=length,
         tokens=rate / rows,
         rounds=rounds,
-        stop=SurvivalStop(right, least),
+        stop=SurvivalStop(right, least) if costs.stops_early else None,
         second_choices=_second_choices(exit_layer, drafter, right, length, rate, costs, evidence.seconds),
         most=min(most, max(UNKNOWN, int(evidence.seen[line] + 1e-6))),
     )
@@ -186,10 +188,15 @@ def _second_choices(
         return None
     second = seconds.of(exit_layer)
     fixed, each = costs.branch_seconds(exit_layer, length, drafter)
+    most, least = MAX_SECOND_CHOICES, each * rate
+    if not costs.stops_early:  # all places take their time, used or not
+        most = min(most, costs.longest - round(length))
+        fixed, each = fixed + most * each, 0.0
+        least = fixed * rate / costs.num_rows
     # The bound for the first token; later second choices are accepted less often.
-    if max([(1 - chance) * other for chance, other in zip(right, second, strict=True)]) <= each * rate:
+    if most < 1 or max([(1 - chance) * other for chance, other in zip(right, second, strict=True)]) <= least:
         return None
-    return SecondChoices(right, second, each * rate, MAX_SECOND_CHOICES, fixed * rate / costs.num_rows)
+    return SecondChoices(right, second, each * rate, most, fixed * rate / costs.num_rows)
 
 
 def could_pay(costs: RoundCosts, layers: Sequence[int], speedup: float, time_ratio: float) -> tuple[int, ...]:

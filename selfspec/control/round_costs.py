@@ -96,7 +96,8 @@ class RoundCosts:
     """Predicted seconds of rounds of `num_rows` rows with `context` tokens each, and expected tokens per second.
 
     Model of a single row's draft: it continues while confidences are above a bound, up to a maximum length, and ends
-    after the first token below; confidences are independent. Model of several rows: all drafts have the same length.
+    after the first token below; confidences are independent. Model of several rows, and of recorded rounds, which take
+    no less time where a draft stops early: all drafts have the same length.
 
     Args:
         copies: whether 4-bit copies may draft, if their costs are known.
@@ -104,6 +105,11 @@ class RoundCosts:
 
     def __init__(self, costs: Costs, num_rows: int, context: float = CONTEXT, copies: bool = True) -> None:
         self.num_rows, self._costs = num_rows, costs
+        recorded = costs.recorded_length(num_rows)
+        self.stops_early = recorded is None
+        """Whether a draft that stops early takes less time."""
+        self.longest = MOST_FOUND if recorded is None else recorded
+        """Maximum draft length."""
         self.drafters: Sequence[Drafter] = Drafters(costs, copies=copies).now()
         """The drafters to choose from."""
         self._lookup_ratio = 1.0
@@ -129,7 +135,7 @@ class RoundCosts:
     def rates(self, right: Floats, share: Floats, coverages: Floats) -> tuple[Floats, Floats]:
         """Tokens per second of all rows, `[drafters, L - 1, stops]`, and drafted tokens per row, `[L - 1, stops]`.
 
-        For one row a stop is a confidence bin with a maximum length in `CAPS`; for several rows it is a length.
+        For one row a stop is a confidence bin with a maximum length in `CAPS`; else (see the class) it is a length.
 
         Args:
             right: `[L - 1, bins]`, acceptance rate by bin of confidence.
@@ -138,9 +144,10 @@ class RoundCosts:
         """
         seconds = [self._seconds(drafter) for drafter in self.drafters]
         drafted_right = right * share * coverages[:, :, None]
-        if self.num_rows > 1:
+        if self.num_rows > 1 or not self.stops_early:
             acceptance = np.add.reduce(drafted_right, 2, keepdims=True)
             kept = 1 + np.add.accumulate(acceptance**_LENGTHS, 2)
+            kept[:, :, self.longest :] = 0
             return self.num_rows * kept / np.array(seconds)[:, :, 1:], np.tile(_LENGTHS, (len(share), 1))
         # P(confidence above the bound), P(above and accepted) for each drafter: [1 + drafters, L - 1, bins]
         likely = np.concatenate((share[None], drafted_right))
@@ -159,7 +166,7 @@ class RoundCosts:
         """Upper bounds of the tokens per second of all rows, `[L - 1]`: with an acceptance rate of 1."""
         limits = np.zeros(self._costs.num_layers - 1)
         for drafter in self.drafters:
-            best = np.maximum.reduce((1 + _LENGTHS) / self._seconds(drafter)[:, 1:], 1)
+            best = np.maximum.reduce(((1 + _LENGTHS) / self._seconds(drafter)[:, 1:])[:, : self.longest], 1)
             limits[: drafter.deepest] = np.maximum(limits[: drafter.deepest], best[: drafter.deepest])
         return self.num_rows * limits
 

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from eval.models import decode
-from eval.synthetic import SHAPES, config_of, random_model, random_prompts, synthetic_target
+from eval.synthetic import (
+    SHAPES,
+    agreement,
+    config_of,
+    random_model,
+    random_prompts,
+    synthetic_target,
+    text_tokens,
+)
 
 NUM_PARAMETERS = {  # as their model cards have it, in millions
     "smollm2-135m": 135,
@@ -33,6 +41,7 @@ def accepted(target, exit_layer, tokens=64):
     """Acceptance while decoding: accepted tokens over judged drafted tokens."""
     prompts = random_prompts(target.stack.vocab_size, 4, 20)
     options = {"policy": "fixed", "exit_layer": exit_layer, "num_draft_tokens": 4}
+    options |= {"temperature": target.made.temperature, "seeds": range(4)}
     done = decode(target, prompts, tokens, **options)
     counts = [item for one in done for item in one.stats.acceptance_histogram_by_draft_length.items()]
     judged = sum(min(right + 1, drafted) * n for drafted, by in counts for right, n in by.items())
@@ -45,6 +54,36 @@ def test_acceptance_is_the_requested_one(wanted, exit_layer, dtype):
     target = synthetic_target("tiny", dtype=getattr(torch, dtype), exit_layer=exit_layer, acceptance=wanted)
     assert target.made.acceptance == pytest.approx(wanted, abs=0.03)
     assert accepted(target, exit_layer) == pytest.approx(wanted, abs=0.12)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+@pytest.mark.parametrize("wanted", [0.9, 0.5, 0.3])
+def test_acceptance_is_that_of_samples_where_a_temperature_is_given(wanted, temperature):
+    target = synthetic_target("tiny", exit_layer=2, acceptance=wanted, temperature=temperature)
+    assert accepted(target, 2, 256) == pytest.approx(wanted, abs=0.06)
+
+
+@settings(max_examples=5)
+@given(st.integers(0, 1000))
+def test_agreement_is_the_share_of_equal_samples_with_the_same_noise(seed):
+    generator = torch.Generator().manual_seed(seed)
+    first, second = 2 * torch.randn(2, 3, 40, generator=generator)
+    second = second + first
+    noise = -torch.rand(20000, 1, 40, generator=generator).log().neg().log()
+    equal = (first + noise).argmax(-1) == (second + noise).argmax(-1)
+    torch.testing.assert_close(agreement(first, second), equal.float().mean(0), atol=0.02, rtol=0)
+    torch.testing.assert_close(agreement(first, first), torch.ones(3))
+
+
+@pytest.mark.parametrize(("tied", "temperature"), [(False, 0.0), (True, 0.5)])
+def test_texts_use_the_tokens_of_the_default_draft_vocabulary(tied, temperature):
+    vocab = {"vocab_size": 36000, "tie_word_embeddings": tied}
+    target = synthetic_target("tiny", temperature=temperature, **vocab)
+    assert text_tokens(36000) == target.stack.default_draft_vocab == 4500
+    prompts = random_prompts(36000, 4, 20)
+    done = decode(target, prompts, 100, temperature=temperature, seeds=range(4))
+    tokens = [token for one in done for token in one.tokens]
+    assert max(map(max, prompts)) < 4500 and sum(token < 4500 for token in tokens) > 0.95 * len(tokens)
 
 
 def test_acceptance_1_is_exact():

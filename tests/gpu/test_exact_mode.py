@@ -1,4 +1,4 @@
-"""Exact mode on a device: speculation equals plain decoding bit for bit in half precision."""
+"""Exact mode on a device: speculation equals plain decoding bit for bit. A stand-in runs one case here as well."""
 
 import pytest
 import torch
@@ -6,47 +6,57 @@ import torch
 from eval.synthetic import random_prompts, synthetic_target
 from selfspec.decoding.engine import Engine
 from selfspec.executors.cuda.exact_body import ExactBody
+from tests.cuda.standin import EXACT, MOST_TOKENS, with_runner
 from tests.helpers import Schedule, drain
+from tests.slow import slow
+from tests.target import Target
 
-pytestmark = pytest.mark.gpu
+NEW = 24
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CASES = [
+    slow("cpu", 128, torch.bfloat16),
+    *(pytest.param("cuda", width, dtype, marks=pytest.mark.gpu) for width in (256, 2048) for dtype in DTYPES),
+]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("width", [256, 2048])
-def test_random_plans_give_the_bits_of_plain_decoding(dtype, width):
-    target = synthetic_target(
-        "tiny",
-        dtype=dtype,
-        device="cuda",
-        hidden_size=width,
-        intermediate_size=3 * width,
-        num_attention_heads=width // 64,
-        num_key_value_heads=width // 128,
-    )
+def target_of(place, width, dtype):
+    sizes = {"num_attention_heads": width // 64, "num_key_value_heads": width // 128}
+    made = synthetic_target("tiny", dtype=dtype, device=place, hidden_size=width, intermediate_size=3 * width, **sizes)
+    target = Target(made.stack.model, engine="views" if place == "cpu" else "auto")
+    return with_runner(target, kernels=EXACT, packing="copy") if place == "cpu" else target
+
+
+def prompts_of(target, place, count):
+    return random_prompts(target.stack.vocab_size, count, MOST_TOKENS // 2 if place == "cpu" else 300)
+
+
+@pytest.mark.parametrize(("place", "width", "dtype"), CASES)
+def test_random_plans_give_the_bits_of_plain_decoding(place, width, dtype):
+    target = target_of(place, width, dtype)
     runner = target.exact_stack.runner
     assert isinstance(runner.narrow, ExactBody)
-    prompts = random_prompts(target.stack.vocab_size, 5, 150)
-    options = {"max_new_tokens": 24, "keep_logits": True}
+    prompts = prompts_of(target, place, 5)
+    options = {"max_new_tokens": NEW, "keep_logits": True}
+    plain = [target.generate([prompt], policy="plain", exact=True, **options)[0] for prompt in prompts]
     for seed in range(3):
-        engine = Engine(
-            target, policy=Schedule(seed, 8), max_batch_size=1 + 2 * seed, max_cached_tokens=2048, exact=True
-        )
+        policy, room = Schedule(seed, 8), {"max_batch_size": 1 + 2 * seed, "max_cached_tokens": 2048}
+        engine = Engine(target, policy=policy, exact=True, **room)
         for prompt in prompts:
             engine.submit(prompt, **options)
         done = drain(engine).completions
-        for i, prompt in enumerate(prompts):
-            (wanted,) = target.generate([prompt], policy="plain", exact=True, **options)
+        for i, wanted in enumerate(plain):
             assert done[i].tokens == wanted.tokens
             assert all(torch.equal(a, b) for a, b in zip(done[i].logits, wanted.logits, strict=True))
     assert runner.refused is None and runner.graphs.num_recorded > 0
 
 
-def test_whole_rounds_emit_the_tokens_of_plain_decoding():
+@pytest.mark.parametrize("place", [slow("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_whole_rounds_emit_the_tokens_of_plain_decoding(place):
     """Rows whose logits are not kept are run from recordings, from drafting to acceptance."""
-    target = synthetic_target("tiny", dtype=torch.bfloat16, device="cuda")
-    prompts = random_prompts(target.stack.vocab_size, 12, 300)
-    options = {"max_new_tokens": 40}
-    wanted = [target.generate([prompt], policy="plain", exact=True, **options)[0].tokens for prompt in prompts]
-    for batch in (1, 4, 12):
-        done = target.generate(prompts, exit_layer=1, num_draft_tokens=4, exact=True, max_batch_size=batch, **options)
-        assert [one.tokens for one in done] == wanted
+    target = target_of(place, 128, torch.bfloat16)
+    count = 4 if place == "cpu" else 12
+    prompts = prompts_of(target, place, count)
+    wanted = [target.generate([one], policy="plain", exact=True, max_new_tokens=NEW)[0].tokens for one in prompts]
+    for batch in (1, 4, count):
+        how = {"exit_layer": 1, "num_draft_tokens": 4, "exact": True, "max_batch_size": batch}
+        assert [one.tokens for one in target.generate(prompts, max_new_tokens=NEW, **how)] == wanted

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selfspec.executors.cuda.body_choice import layers_error, packing_of
+from selfspec.executors.cuda.body_choice import MAX_ROUNDINGS, layers_error, packing_of
 from selfspec.executors.cuda.exact_body import ExactBody, with_fixed_order
 from selfspec.executors.cuda.exact_views import BlockViews
 from selfspec.executors.cuda.fused_body import FusedBody
@@ -55,7 +55,7 @@ def _problem_of(stack: ExactStack, runner: ExactRunner) -> str:
     """What is wrong with an exact stack's recordings; "" if nothing is."""
     if isinstance(runner.narrow, ExactBody):
         error = layers_error(stack, runner.narrow)
-        if not error <= 1:  # it may be NaN
+        if not error <= MAX_ROUNDINGS:  # it may be NaN
             return f"hidden states differ by {error:.2g} roundings"
     problem = round_problem(stack, runner) or runner.refused
     if problem:

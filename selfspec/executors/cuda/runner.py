@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from selfspec.control.costs import RoundLimits
 from selfspec.control.plan import UNBOUNDED_ROUNDS, Plan
 from selfspec.executors.cuda.body_choice import Measure, choose_body
 from selfspec.executors.cuda.capture import CannotCapture, Capture, CudaCapture
@@ -123,6 +124,11 @@ class Runner:
         """
         return cls(stack, triton_kernels(), CudaCapture(stack.device), budget)
 
+    @property
+    def limits(self) -> RoundLimits:
+        """What recorded rounds can hold."""
+        return RoundLimits(MAX_WIDTH - 1, MAX_PLACES, self.max_rows)
+
     @torch.inference_mode()
     def new_cache(self, num_pages: int, page_size: int) -> PagedCache:
         """A KV cache whose rows can be run from recordings. It may reuse pages and recordings of earlier caches."""
@@ -189,6 +195,8 @@ class Runner:
     def begin(self, cache: PagedCache, rows: Sequence[RoundRow], plan: Plan, longest: int = 0) -> RecordedRounds | None:
         """Prepare rounds of a batch, of which none is launched; None if they cannot be run from a recording.
 
+        Drafts that are longer than `limits` allows are cut.
+
         Args:
             plan: which layers draft (0 or None: all layers verify the rows' given drafts, which may be empty), and when
                 drafts stop. Its draft lengths are not read.
@@ -214,6 +222,8 @@ class Runner:
             made = self._recorded((storage, "round", key), prepare)
             if made is None:
                 return None
+            longest = key.width - 1
+            rows = [row._replace(drafts=min(row.drafts, longest), given=row.given[:longest]) for row in rows]
             made.inputs.fill(rows, plan.min_confidence, plan.stop, plan.second_choices)
         spare = key.most_tokens - max(row.content for row in rows) - key.seconds
         fitting = UNBOUNDED_ROUNDS if key.most_tokens == storage.cache.room else spare // key.width
@@ -240,18 +250,17 @@ class Runner:
 
     def _round_key(self, rows: Sequence[RoundRow], room: int, plan: Plan, longest: int) -> RoundKey | None:
         exit_layer, drafts = plan.exit_layer or 0, max(row.drafts for row in rows)
-        longest = max(longest, drafts)
-        if longest == 0:
-            exit_layer = 0
+        slots = round_up(len(rows), SLOTS)
+        if slots is None or len(rows) > self.max_rows:
+            return None
+        longest = min(max(longest, drafts), self.limits.draft_length(len(rows)))
+        if longest <= 0:
+            exit_layer = longest = 0
         # A place more costs little in verification, but a draft step reads the early layers.
         width = longest + 1 if exit_layer else round_up(longest + 1, NEW)
-        slots = round_up(len(rows), SLOTS)
-        if slots is None or len(rows) > self.max_rows or width is None:
-            return None
+        assert width is not None
         rule = plan.second_choices if exit_layer and self.has_trees else None
-        seconds = 0 if rule is None else max(0, min(rule.most, longest))
-        if width > MAX_WIDTH or width + seconds > MAX_NODES or slots * (width + seconds) > MAX_PLACES:
-            return None
+        seconds = 0 if rule is None else max(0, min(rule.most, longest, MAX_NODES - width, MAX_PLACES // slots - width))
         most_eos = 1 << max(0, max(len(row.eos) for row in rows) - 1).bit_length()
         hot = [row for row in rows if row.temperature > 0]
         filtered = any(row.top_k or row.top_p < 1 or row.min_p for row in hot)

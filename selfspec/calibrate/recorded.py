@@ -1,0 +1,254 @@
+"""Measure the `Costs` of rounds from recordings (CUDA graphs): parts from recordings of their own, then whole rounds.
+
+The parts are a draft step (early layers, head and pick), a plain token, and a verification. What whole rounds take in
+addition is the overhead of a draft step and of a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selfspec.calibrate.readings import MANY, TICK
+from selfspec.calibrate.timed_rounds import SHADOW_POSITIONS, shadow_seconds
+from selfspec.control.cost_table import Table
+from selfspec.control.costs import CONTEXT, Costs
+from selfspec.control.plan import Plan
+from selfspec.executors.cuda.capture import Body
+from selfspec.executors.cuda.round_inputs import RoundRow
+from selfspec.executors.cuda.shapes import Shape, token_capacity
+from selfspec.executors.cuda.static_rows import LayersInputs, StaticRows
+from selfspec.executors.picker import Picker
+from selfspec.kernels.layout import SamplingTensors
+from selfspec.model.kv_cache import Span
+from selfspec.progress import report
+
+PAGE = 64  # page size in tokens
+WIDTHS = (1, 2, 3, 5, 9, 16)  # tokens per row of a verification
+FAR, FAR_TOKENS = 1024, 8192  # additional cached tokens per row of "far" passes, and the maximum over all rows
+DRAFTED = 4  # tokens per row in timed draft rounds
+RAGGED = 3  # mean tokens per row of a ragged verification
+REPEATS, REPLAYS = 3, 5  # measurements, and replays in each
+ROUNDS, WARM = 10, 2  # whole rounds in one measurement, and those before it
+SLOW = 0.02  # seconds of a plain token from which on only the smallest and the largest batch are measured
+Seconds = dict[int, float]
+
+
+def measure_recorded(stack: Any, batch_sizes: Sequence[int], repeats: int = REPEATS) -> Costs:
+    """Measure recorded rounds.
+
+    Args:
+        stack: a `selfspec.model.stack.Stack` with a runner that records it.
+        batch_sizes: ascending numbers of rows; those that are not recorded are left out.
+        repeats: measurements of every part, of which the fastest counts.
+    """
+    sizes = [rows for rows in batch_sizes if rows <= stack.runner.limits.rows]
+    with torch.inference_mode():
+        return _Measurement(stack, sizes, min(repeats, REPEATS)).costs()
+
+
+class _Measurement:
+    """The recordings of one measurement; each is dropped after it was timed."""
+
+    def __init__(self, stack: Any, batch_sizes: Sequence[int], repeats: int) -> None:
+        self.repeats, self.replays = repeats, REPLAYS if repeats > 1 else 1
+        self.stack, self.runner, self.limits = stack, stack.runner, stack.runner.limits
+        self.middle = max(1, stack.num_layers // 4)
+        longest = stack.context_limit - max(WIDTHS)
+        self.base = max(0, min(CONTEXT, longest - (ROUNDS + WARM) * (DRAFTED + 1)))
+        self.beyond = {rows: max(0, min(FAR, FAR_TOKENS // rows, longest - self.base)) for rows in batch_sizes}
+        # Tokens that a row must hold: those of far passes, and of whole rounds.
+        rounds = self.base + (ROUNDS + WARM + 1) * (DRAFTED + 1)
+        counts = {rows: -(-max(self.base + more + max(WIDTHS), rounds) // PAGE) for rows, more in self.beyond.items()}
+        self.cache = self.runner.new_cache(max(rows * count for rows, count in counts.items()), PAGE)
+        self.pages = {rows: [range(i * count, (i + 1) * count) for i in range(rows)] for rows, count in counts.items()}
+        self.batch_sizes = list(batch_sizes)
+        if self.plain(1, False) > SLOW:
+            self.batch_sizes = [*batch_sizes[:1], *batch_sizes[1:][-1:]]
+
+    def costs(self) -> Costs:
+        """The costs of recorded rounds."""
+        layers, sizes = self.stack.num_layers, self.batch_sizes
+        heads, picks, ends = Seconds(), Seconds(), Seconds()
+        for count in sorted({rows * width for rows in sizes for width in self.widths(rows)}):
+            heads[count], ends[count] = self.head(count, False), self.head(count, True)
+            picks[count] = max(TICK, ends[count] - heads[count])
+        plain, far, early, late = Seconds(), Seconds(), dict[int, Seconds](), dict[int, Seconds]()
+        for rows in sizes:
+            report("recorded rounds of %d rows", rows)
+            token = self.plain(rows, False)
+            plain[rows], far[rows] = max(TICK, token - ends[rows]), max(0.0, self.plain(rows, True) - token)
+            early[rows] = {e: max(TICK, self.step(rows, e) - ends[rows]) for e in self.exits(rows)}
+            verified = {width: self.verification(rows, width) - ends[rows * width] for width in self.widths(rows)}
+            late[rows] = {width: max(TICK, seconds) / (layers - self.middle) for width, seconds in verified.items()}
+        contexts = {
+            rows: Table.of({0: 0.0, self.beyond[rows]: far[rows] / layers / rows})
+            for rows in sizes
+            if rows > 1 and self.beyond[rows]
+        }
+        costs = Costs(
+            layers,
+            plain=Table.of(plain),
+            early={rows: Table.of(of_rows) for rows, of_rows in early.items()},
+            late={rows: Table.of(of_rows) for rows, of_rows in late.items()},
+            head=Table.of(heads),
+            pick=Table.of(picks),
+            rest=Table.of({1: 0.0}),
+            short=Table.of(self.shadow()),
+            context=far[1] / layers / self.beyond[1] if self.beyond[1] else 0.0,
+            contexts=contexts,
+            padding=0.0,  # each row's keys are read up to its own length
+            ragged=_ragged(late),
+            recorded=self.limits,
+        )
+        return self.with_overhead(costs, early)
+
+    def with_overhead(self, costs: Costs, early: Mapping[int, Seconds]) -> Costs:
+        """The costs, with what whole rounds take in addition to their parts."""
+        sizes, passes = self.batch_sizes, dict[int, Table]()
+        rest = {rows: max(0.0, self.rounds(rows, 0) - costs.plain_round(rows)) for rows in sizes}
+        costs = replace(costs, rest=Table.of({**rest, sizes[-1] + MANY: rest[sizes[-1]]}))
+        for rows in sizes:
+            drafted = min(DRAFTED, self.limits.draft_length(rows))
+            more = max(0.0, self.rounds(rows, drafted) - costs.round(self.middle, (drafted,) * rows))
+            each = more / (drafted + 1)  # per pass of early layers
+            passes[rows] = Table.of({e: seconds + each for e, seconds in early[rows].items()})
+        return replace(costs, early=passes)
+
+    def exits(self, rows: int) -> list[int]:
+        """Exit layers at which draft steps are timed."""
+        layers, heads = self.stack.num_layers, self.stack.exit_heads
+        some = {1, self.middle, max(1, layers // 2)} | ({layers - 1} if rows == 1 else set())
+        return sorted(some | (set() if heads is None else set(heads.layers)))
+
+    def widths(self, rows: int) -> list[int]:
+        """Tokens per row of timed verifications."""
+        return [width for width in WIDTHS if width <= 1 + self.limits.draft_length(rows)]
+
+    def shadow(self) -> Seconds:
+        """Seconds of shadow picks, which are not recorded, by positions times layers."""
+        picker, found = Picker(self.stack), Seconds()
+
+        def now() -> float:
+            if self.stack.device.type == "cuda":
+                torch.cuda.synchronize(self.stack.device)
+            return perf_counter()
+
+        for positions in SHADOW_POSITIONS:
+            given = self._states(positions)
+            taken = [shadow_seconds(self.stack, picker, given, now) for _ in range(self.repeats)]
+            found[positions * (self.stack.num_layers - 1)] = min(taken)
+        return found
+
+    # ---------------------------------------------------------------------------------------------------- recordings
+
+    def head(self, count: int, with_pick: bool) -> float:
+        """Seconds of the head over `count` tokens, and of picking them."""
+        hidden, sampling = self._states(count), self._sampling(count)
+
+        def body() -> tuple[Tensor, ...]:
+            logits = self.stack.logits(hidden)
+            return (self.runner.kernels.pick(logits, sampling)[0],) if with_pick else (logits,)
+
+        return self.seconds(body)
+
+    def step(self, rows: int, exit_layer: int) -> float:
+        """Seconds of a draft step: early layers over one token per row, head and pick."""
+        return self._pass(rows, 1, self.base, 0, exit_layer, exit_layer)
+
+    def plain(self, rows: int, is_far: bool) -> float:
+        """Seconds of a plain token per row, without the overhead of a round."""
+        context = self.base + self.beyond[rows] * is_far
+        return self._pass(rows, 1, context, 0, self.stack.num_layers, None)
+
+    def verification(self, rows: int, width: int) -> float:
+        """Seconds of a verification by the layers above `middle`."""
+        return self._pass(rows, width, self.base, self.middle, self.stack.num_layers, None)
+
+    def _pass(self, rows: int, width: int, context: int, start: int, stop: int, exit_layer: int | None) -> float:
+        """Seconds of layers [start, stop), head and picks over `width` tokens per row."""
+        count = rows * width
+        given = self._states(count) if start else torch.zeros(count, dtype=torch.int64, device=self.stack.device)
+        longest = token_capacity(context + width, self.cache.num_pages * PAGE)
+        inputs = LayersInputs(Shape(count, rows, width, longest), self.cache, given.clone())
+        inputs.fill([Span(pages, context, width) for pages in self.pages[rows]], given)
+        sampling, at = self._sampling(count), () if exit_layer is None else (exit_layer,)
+
+        def body() -> tuple[Tensor, ...]:
+            static = StaticRows(self.cache, inputs.layout, self.runner.kernels)
+            hidden = self.stack.run_here(static, start, stop, inputs.given)
+            return (self.runner.kernels.pick(self.stack.logits(hidden, *at), sampling)[0],)
+
+        return self.seconds(body)
+
+    def seconds(self, body: Body) -> float:
+        """Seconds of a replay of `body`'s recording."""
+        recording = self.runner.graphs.capture.record(body)
+        device, replays = self.stack.device, self.replays
+        return fastest(lambda: [recording.replay() for _ in range(replays)], self.repeats, device) / replays
+
+    def rounds(self, rows: int, drafted: int) -> float:
+        """Seconds of a whole round in a program, by the wall."""
+        room = len(self.pages[rows][0]) * PAGE - self.base - 1
+        given = [
+            RoundRow(pages, self.base + 1, i, room, (), drafted, (), 0.0, 0, 1.0, 0.0, 0)
+            for i, pages in enumerate(self.pages[rows])
+        ]
+        plan = Plan(self.middle if drafted else None, (drafted,) * rows, keep_confidence=bool(drafted))
+        rounds = self.runner.begin(self.cache, given, plan, drafted)
+        if rounds is None:
+            return 0.0
+        count = ROUNDS if self.repeats > 1 else 1
+        for _ in range(min(WARM, count)):
+            rounds.launch()
+            rounds.take()
+        start = perf_counter()
+        rounds.launch()
+        for left in reversed(range(count)):
+            if left:
+                rounds.launch()
+            rounds.take()
+        return (perf_counter() - start) / count
+
+    def _states(self, count: int) -> Tensor:
+        """Random hidden states, `[count, hidden_size]`."""
+        source = torch.Generator().manual_seed(count)
+        made = torch.randn(count, self.stack.config.hidden_size, generator=source)
+        return made.to(self.stack.device, self.stack.hidden_dtype)
+
+    def _sampling(self, count: int) -> SamplingTensors:
+        """Greedy picks."""
+        zeros = torch.zeros(count, device=self.stack.device)
+        whole = zeros.long()
+        return SamplingTensors(zeros, zeros.int(), zeros + 1, zeros, whole, whole, False, False)
+
+
+def _ragged(late: Mapping[int, Seconds]) -> Table | None:
+    """`Costs.ragged`: all rows have as many places as the longest."""
+    tables = {rows: (Table.of(of_rows), max(of_rows)) for rows, of_rows in late.items() if rows > 1}
+    factors = {rows: max(1.0, table(widest) / table(RAGGED)) for rows, (table, widest) in tables.items()}
+    return Table.of(factors) if factors else None
+
+
+def fastest(work: Callable[[], Any], repeats: int, device: torch.device) -> float:
+    """Seconds of the fastest of some calls, after one that does not count; on CUDA those of the device."""
+    taken = []
+    work()
+    for _ in range(repeats):
+        if device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            work()
+            end.record()
+            end.synchronize()
+            taken.append(begin.elapsed_time(end) / 1e3)
+        else:
+            start = perf_counter()
+            work()
+            taken.append(perf_counter() - start)
+    return max(TICK, min(taken))
