@@ -271,7 +271,7 @@ def test_an_error_in_one_request_is_its_own():
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_programs_that_nobody_waits_for_are_told_together(streams):
-    """A stream is told of every program; of an answer that is read whole, beginning and end, and not too much at once."""
+    """A stream is told every program; of an answer read whole, beginning and end, and never too much at once."""
     llm = speaker(Slow(0))
     params = SamplingParams(max_tokens=400, ignore_eos=True)
     [wanted] = llm.generate("abc", params)
