@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, cast, get_type_hints
 from typer import Argument, Option
 
 from selfspec.cli.failure import Failure, flag
+from selfspec.serving.config import LEAST_CACHED
 
 # The names of `selfspec.control.registry.POLICIES`, whose import would bring numpy and torch with it.
 PolicyName = Literal[
@@ -46,7 +47,10 @@ LAWS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "logprobs": ("lie in 0..20", lambda n: 0 <= n <= 20),
     "port": ("lie in 0..65535 (0 takes a free one)", lambda n: 0 <= n <= 65535),
     "max_num_seqs": ("be at least 1", lambda n: n >= 1),
-    "max_num_cached_tokens": ("be at least 1", lambda n: n >= 1),
+    "max_num_cached_tokens": (
+        f"be at least {LEAST_CACHED}, a short prompt and its answer (left out: 2048 per output)",
+        lambda n: n >= LEAST_CACHED,
+    ),
     "max_waiting_requests": ("be at least 0", lambda n: n >= 0),
     "max_waiting_tokens": ("be at least 0", lambda n: n >= 0),
     "request_timeout": ("be a number of seconds above 0", lambda s: 0 < s < math.inf),

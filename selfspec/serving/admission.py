@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from time import monotonic
 
 from selfspec.llm import LLM, LLMEngine
 from selfspec.serving.calls import Call
 from selfspec.serving.config import ServerConfig
-from selfspec.serving.loop import EngineLoop, News
+from selfspec.serving.loop import EngineLoop, Load, News
 from selfspec.serving.metrics import Metrics
 from selfspec.serving.protocol import Refusal
 
@@ -35,7 +34,8 @@ class Dispatcher:
         self._asyncio: asyncio.AbstractEventLoop | None = None
         self._open: dict[str, Call] = {}
         self._sent: dict[str, Call] = {}  # the engine has not said yet that it took them
-        self._news = News()  # the last
+        self._load = Load()  # the last that was told
+        metrics.watch(lambda: self._load.num_running, lambda: self._num_waiting, lambda: self._load.kv_usage)
         self._seconds = 1.0  # of a call, in the mean
         self._has_stopped = True
         self.is_draining = False
@@ -92,7 +92,6 @@ class Dispatcher:
         self._admit(call)
         self._open[call.name] = self._sent[call.name] = call
         self._loop.submit(call)
-        self._gauge()
 
     def end(self, call: Call) -> None:
         """Nobody waits for a call any more. Those that have ended are left alone."""
@@ -104,10 +103,10 @@ class Dispatcher:
     def _admit(self, call: Call) -> None:
         most, rows = self._config.max_waiting_requests, call.num_rows
         waiting = self._num_waiting
-        tokens = self._news.num_waiting_tokens + sum(
+        tokens = self._load.num_waiting_tokens + sum(
             sent.num_prompt_tokens * sent.params.n for sent in self._sent.values()
         )
-        free = max(0, self._max_num_seqs - self._news.num_running)
+        free = max(0, self._max_num_seqs - self._load.num_running)
         if waiting + rows > most + free:
             self._metrics.reject("queue_full")
             raise self._busy(f"{waiting} requests wait, and the server lets at most {most} wait", waiting)
@@ -119,10 +118,7 @@ class Dispatcher:
     @property
     def _num_waiting(self) -> int:
         """Outputs that wait, those included that the engine has not taken yet."""
-        return self._news.num_waiting + sum(sent.num_rows for sent in self._sent.values())
-
-    def _gauge(self) -> None:
-        self._metrics.gauge(self._news.num_running, self._num_waiting, self._news.kv_usage)
+        return self._load.num_waiting + sum(sent.num_rows for sent in self._sent.values())
 
     def _busy(self, reason: str, waiting: int) -> Refusal:
         seconds = math.ceil(self._seconds * (1 + waiting / self._max_num_seqs))
@@ -138,20 +134,22 @@ class Dispatcher:
             self._asyncio.call_soon_threadsafe(self._deliver, news)
 
     def _deliver(self, news: News) -> None:
-        self._news, now = news, monotonic()
+        self._load = news.load
         for call in news.accepted:
             self._sent.pop(call.name, None)
             call.accept()
         for call, refusal in news.failed:
             self._fail(call, refusal)
-        for call in news.started:
+        for call, now in news.started:
             self._metrics.start(now - call.arrived)
-        for call, prompt, output in news.outputs:
+        for call, prompt, output, now in news.outputs:
             if call.name not in self._open:
                 continue  # its client has gone, and it was counted then
-            before = [choice.last_at for choice in call.choices]
-            for choice in call.add(prompt, output, now):
-                self._metrics.tokens(call, choice, before[choice.index], now)
+            for choice, last_at in call.add(prompt, output, now):
+                if choice.last_at != last_at:
+                    self._metrics.piece(call, last_at, now)
+                if choice.finish_reason is not None:
+                    self._metrics.end(call, choice, now)
             if call.has_ended:
                 del self._open[call.name]
                 self._seconds += SMOOTHING * (now - call.arrived - self._seconds)
@@ -160,7 +158,6 @@ class Dispatcher:
             self._has_stopped = True
             for call in list(self._open.values()):
                 self._fail(call, Refusal("the engine has stopped", 500))
-        self._gauge()
 
     def _fail(self, call: Call, refusal: Refusal) -> None:
         self._sent.pop(call.name, None)

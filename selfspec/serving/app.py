@@ -13,7 +13,6 @@ from uuid import uuid4
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
@@ -48,6 +47,11 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     503: {"description": "the server shuts down, or its engine has stopped"},
     504: {"description": "the request took longer than the server allows"},
 }
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 
 SHAPES = {  # of fields that may have several, of which pydantic would name the first
     "prompt": f"a text, a list of at most {MOST_PARTS} texts, a list of token ids, or a list of those",
@@ -68,17 +72,21 @@ class Answer(Response):
         self._dispatcher.submit(self._call)
         watch = asyncio.create_task(self._watch(receive))
         try:
-            await self._call.accepted()
-            if self._writer.asked.stream:
-                events, headers = self._writer.events(), {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-                answer: Response = StreamingResponse(events, headers=headers, media_type="text/event-stream")
+            if self._call.streams:
+                await self._call.accepted()
+                await self._stream(send)
             else:
                 await self._call.ended()
-                answer = Json(self._writer.body())
-            await answer(scope, receive, send)
+                await Json(self._writer.body())(scope, receive, send)
         finally:
             watch.cancel()
             self._dispatcher.end(self._call)
+
+    async def _stream(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        async for events in self._writer.events():
+            await send({"type": "http.response.body", "body": events, "more_body": True})
+        await send({"type": "http.response.body"})
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -136,7 +144,8 @@ class Server:
             params = asked.params(seed, length, self._vocab_size, **more)
         except ValueError as problem:
             raise refusal_of(problem) from problem
-        call = Call(f"{kind}-{uuid4().hex}", prompts, params, self.config.request_timeout, drops_output)
+        name, seconds = f"{kind}-{uuid4().hex}", self.config.request_timeout
+        call = Call(name, prompts, params, seconds, drops_output, streams=bool(asked.stream))
         if self.config.log_prompts:
             _log.info("%s: %s", call.name, asked.model_dump_json(exclude_none=True))
         return call

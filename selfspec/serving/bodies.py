@@ -15,6 +15,7 @@ from selfspec.serving.calls import Call, Choice
 from selfspec.serving.protocol import Asking, ChatRequest, CompletionRequest, Refusal
 
 LEAST = -9999.0  # stands for log-probabilities that JSON has no number for
+_encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 Told = Sequence[dict[int, Logprob] | None]
 
 
@@ -44,16 +45,16 @@ class Writer:
         """The answer as server-sent events: a chunk per output and program."""
         options = self.asked.stream_options
         usage: dict[str, Any] = {"usage": None} if options is not None and options.include_usage else {}
+        head = self._head(self.chunk_kind)
         try:
             async for pieces in self.call.changes():
                 told = []
                 for piece in pieces:
-                    chunk = self._head(self.chunk_kind) | {"choices": [self._choice(piece)]} | usage
-                    ended = [] if piece.finish_reason is None else [piece]
-                    told.append(_event(chunk | self._acceptance(ended)))
+                    chunk = head | {"choices": [self._choice(piece)]} | usage
+                    told.append(_event(chunk if piece.finish_reason is None else chunk | self._acceptance([piece])))
                 yield b"".join(told)
             if usage:
-                yield _event(self._head(self.chunk_kind) | {"choices": [], "usage": self._usage()})
+                yield _event(head | {"choices": [], "usage": self._usage()})
         except Refusal as refusal:
             yield _event(refusal.body)
         yield b"data: [DONE]\n\n"
@@ -188,4 +189,4 @@ class Json(Response):
 
 def as_json(body: Any) -> bytes:
     """In ASCII, so that no text that a client sent can fail to be written."""
-    return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+    return _encode(body).encode()

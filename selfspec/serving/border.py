@@ -32,17 +32,12 @@ class Border:
             return
         headers = Headers(scope=scope)
         own = headers.get(REQUEST_ID)
-
-        async def marked(message: Message) -> None:
-            if own is not None and message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID] = own
-            await send(message)
-
+        told = send if own is None else _marked(send, own)
         refusal = self._refusal(scope["path"], headers)
         if refusal is None:
-            await self._app(scope, _limited(receive, self._config.max_body_bytes), marked)
+            await self._app(scope, _limited(receive, self._config.max_body_bytes), told)
         else:
-            await Json(refusal.body, refusal.status, refusal.headers)(scope, receive, marked)
+            await Json(refusal.body, refusal.status, refusal.headers)(scope, receive, told)
 
     def _refusal(self, path: str, headers: Headers) -> Refusal | None:
         key = self._config.api_key
@@ -54,6 +49,17 @@ class Border:
         if length.isdecimal() and int(length) > self._config.max_body_bytes:
             return _too_large(self._config.max_body_bytes)
         return None
+
+
+def _marked(send: Send, request_id: str) -> Send:
+    """The same messages: the answer bears the request's id."""
+
+    async def marked(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message)[REQUEST_ID] = request_id
+        await send(message)
+
+    return marked
 
 
 def _limited(receive: Receive, most: int) -> Receive:

@@ -36,7 +36,7 @@ class Choice:
     last_at: float | None = None  # of the last piece
 
     def add(self, output: CompletionOutput, now: float) -> None:
-        """Take what a program added."""
+        """Take what a round added."""
         self.text += output.text
         self.token_ids += output.token_ids
         if output.logprobs is not None:
@@ -49,7 +49,8 @@ class Choice:
 
     def take(self) -> Choice:
         """What came since the last time, as an object of its own."""
-        taken = replace(self)
+        facts = self.finish_reason, self.stop_reason, self.stats, self.is_new, self.num_tokens, self.num_read
+        taken = Choice(self.index, self.text, self.token_ids, self.logprobs, *facts)
         self.num_read = self.num_tokens
         self.text, self.token_ids, self.logprobs, self.is_new = "", [], None, False
         return taken
@@ -64,6 +65,7 @@ class Call:
         params: for all of them.
         seconds: after which it is ended.
         drops_output: nobody wants new tokens: the engine decodes at least one, which is left out.
+        streams: outputs are read while they grow, and not at the end alone.
     """
 
     def __init__(
@@ -73,13 +75,16 @@ class Call:
         params: SamplingParams,
         seconds: float,
         drops_output: bool = False,
+        streams: bool = True,
     ) -> None:
-        self.name, self.prompts, self.params, self._drops_output = name, prompts, params, drops_output
+        self.name, self.prompts, self.params, self.streams = name, prompts, params, streams
+        self._drops_output = drops_output
         self.arrived = monotonic()
         self.deadline = self.arrived + seconds
         self.choices = [Choice(index) for index in range(self.num_rows)]
         self.prompt_logprobs: list[PromptLogprobs | None] = [None] * len(prompts)
         self.num_cached_tokens = 0  # of prompts, that were in the cache
+        self._num_growing = self.num_rows  # outputs that have not ended
         self._error: Refusal | None = None
         self._is_accepted = False
         self._news = asyncio.Event()
@@ -101,7 +106,7 @@ class Call:
     @property
     def has_ended(self) -> bool:
         """Whether nothing more will come."""
-        return self._error is not None or all(choice.finish_reason for choice in self.choices)
+        return self._error is not None or not self._num_growing
 
     def accept(self) -> None:
         """The engine has taken it."""
@@ -113,20 +118,22 @@ class Call:
         self._error = error
         self._news.set()
 
-    def add(self, prompt: int, output: RequestOutput, now: float) -> list[Choice]:
-        """Take what a program added to the outputs of a prompt; these outputs."""
+    def add(self, prompt: int, output: RequestOutput, now: float) -> list[tuple[Choice, float | None]]:
+        """Take what a round added to the outputs of a prompt; these outputs, and when their piece before came."""
         changed = []
         for own in output.outputs:
             if self._drops_output:
                 own = _emptied(own)
             choice = self.choices[prompt * self.params.n + own.index]
+            changed.append((choice, choice.last_at))
             choice.add(own, now)
-            changed.append(choice)
+            self._num_growing -= own.finish_reason is not None
             if own.index == 0 and own.finish_reason is not None:
                 self.num_cached_tokens += own.num_cached_tokens or 0
         if output.prompt_logprobs is not None:
             self.prompt_logprobs[prompt] = output.prompt_logprobs
-        self._news.set()
+        if self.streams or self.has_ended:
+            self._news.set()
         return changed
 
     async def accepted(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from selfspec.errors import flag, got, is_number, whole
 
 ENV_API_KEY = "SELFSPEC_API_KEY"
+LEAST_CACHED = 64  # tokens: a short prompt and its answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +18,7 @@ class ServerConfig:
         model: the name that clients ask for.
         api_key: what clients of /v1 must send as a bearer token; None: anybody is served.
         max_num_seqs: outputs decoded together; default: the LLM's.
-        max_num_cached_tokens: tokens whose keys and values fit at once; see `LLM.engine`.
+        max_num_cached_tokens: tokens whose keys and values fit at once, at least 64; see `LLM.engine`.
         max_waiting_requests: outputs that may wait for a place; more are refused with 429.
         max_waiting_tokens: prompt tokens that may wait; a single request may exceed it while no other waits.
         request_timeout: seconds after which a request is ended, waiting included.
@@ -43,9 +44,9 @@ class ServerConfig:
             text = getattr(self, name)
             if not (isinstance(text, str) and text) and not (name == "api_key" and text is None):
                 raise ValueError(f"{name} must be a text that is not empty, {got(text)}")
-        for name in ("max_num_seqs", "max_num_cached_tokens"):
+        for name, least in (("max_num_seqs", 1), ("max_num_cached_tokens", LEAST_CACHED)):
             if getattr(self, name) is not None:
-                whole(name, getattr(self, name), 1)
+                whole(name, getattr(self, name), least)
         for name in ("max_waiting_requests", "max_waiting_tokens"):
             whole(name, getattr(self, name), 0)
         whole("max_body_bytes", self.max_body_bytes, 1)

@@ -1,4 +1,4 @@
-"""`EngineLoop`: the one thread that owns the engine. Calls come in by a queue; news go out once per program."""
+"""`EngineLoop`: the one thread that owns the engine. Calls come in by a queue; news go out if somebody waits for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Thread
 from time import monotonic
+from typing import NamedTuple
 
+from selfspec.decoding.results import Round
 from selfspec.llm import LLM, LLMEngine
 from selfspec.outputs import RequestOutput
 from selfspec.serving.calls import Call
@@ -18,23 +20,30 @@ from selfspec.serving.metrics import Metrics
 from selfspec.serving.protocol import CompletionRequest, Refusal
 
 _log = logging.getLogger("selfspec.serving")
-
+MOST_KEPT = 256  # outputs of rounds that nobody waits for yet: to hand over more at once would hold up the event loop
 
 Order = Callable[[LLMEngine], None]  # done between two programs
 
 
-@dataclass(slots=True)
-class News:
-    """What a program, and the orders before it, came to."""
+class Load(NamedTuple):
+    """What the engine has to do."""
 
-    accepted: list[Call] = field(default_factory=list)
-    failed: list[tuple[Call, Refusal]] = field(default_factory=list)
-    started: list[Call] = field(default_factory=list)  # a call per prompt that got its first place
-    outputs: list[tuple[Call, int, RequestOutput]] = field(default_factory=list)  # with the prompt's index
-    num_running: int = 0
+    num_running: int = 0  # outputs, as those that wait
     num_waiting: int = 0
     num_waiting_tokens: int = 0
     kv_usage: float = 0.0  # share of the cache in use
+
+
+@dataclass(slots=True)
+class News:
+    """What programs, and the orders before them, came to. Times are seconds of the monotonic clock."""
+
+    accepted: list[Call] = field(default_factory=list)
+    failed: list[tuple[Call, Refusal]] = field(default_factory=list)
+    started: list[tuple[Call, float]] = field(default_factory=list)  # a call per prompt that got its first place
+    outputs: list[tuple[Call, int, RequestOutput, float]] = field(default_factory=list)  # with the prompt's index
+    load: Load = field(default_factory=Load)
+    is_awaited: bool = False  # somebody waits for it
     is_last: bool = False  # the thread has ended
 
 
@@ -43,7 +52,7 @@ class EngineLoop:
 
     Args:
         llm: whose engine it makes.
-        deliver: is given all news, in the engine's thread.
+        deliver: is given news that somebody waits for, in the engine's thread, at most once per program.
     """
 
     def __init__(self, llm: LLM, config: ServerConfig, metrics: Metrics, deliver: Callable[[News], None]) -> None:
@@ -53,7 +62,7 @@ class EngineLoop:
         self._thread = Thread(target=self._run, name="selfspec-engine", daemon=True)
         self._live: dict[str, tuple[Call, int]] = {}  # the engine's requests by id, and which prompt of the call it is
         self._unstarted: dict[str, int] = {}  # those that have no place yet, and their tokens
-        self._news = News()
+        self._news, self._load = News(), Load()
 
     def start(self) -> LLMEngine:
         """Make the engine, which may take seconds, and serve; the engine, of which only constants may be read.
@@ -123,12 +132,12 @@ class EngineLoop:
             try:
                 engine.add_request(name, prompt, call.params)
             except Exception as problem:
-                self._drop(engine, call)
-                self._news.failed.append((call, refusal_of(problem)))
+                self._fail(engine, call, refusal_of(problem))
                 return
             self._live[name] = call, index
             self._unstarted[name] = len(prompt) * call.params.n
         self._news.accepted.append(call)
+        self._news.is_awaited = True
 
     def _drop(self, engine: LLMEngine, call: Call) -> None:
         for index in range(len(call.prompts)):
@@ -139,31 +148,37 @@ class EngineLoop:
 
     def _end_late(self, engine: LLMEngine) -> None:
         now = monotonic()
-        for call in {id(call): call for call, _ in self._live.values() if call.deadline <= now}.values():
+        for call in {call.name: call for call, _ in self._live.values() if call.deadline <= now}.values():
             self._fail(engine, call, Refusal("the request took longer than the server allows", 504, code="timeout"))
 
     def _fail(self, engine: LLMEngine, call: Call, error: Refusal) -> None:
         self._drop(engine, call)
         self._news.failed.append((call, error))
+        self._news.is_awaited = True
 
     def _step(self, engine: LLMEngine) -> None:
         """A program. An error that ends a request is that request's own; any other is the engine's."""
-        before = engine.num_running + engine.num_waiting
+        before, rounds = engine.num_running + engine.num_waiting, list[Round]()
         try:
-            outputs = engine.step(self._metrics.round)
+            outputs = engine.step(rounds.append)
         except Exception:
             if engine.num_running + engine.num_waiting >= before:
                 raise
             _log.warning("a request failed; the others go on", exc_info=True)
             return  # the next step says which
-        running = engine.running | {output.request_id for output in outputs}
+        self._metrics.program(rounds)
+        now = monotonic()
+        if self._unstarted:
+            self._start(engine.running | {output.request_id for output in outputs}, now)
+        for output in outputs:
+            self._take(engine, output, now)
+
+    def _start(self, running: set[str], now: float) -> None:
         for name in [name for name in self._unstarted if name in running]:
             del self._unstarted[name]
-            self._news.started.append(self._live[name][0])
-        for output in outputs:
-            self._take(engine, output)
+            self._news.started.append((self._live[name][0], now))
 
-    def _take(self, engine: LLMEngine, output: RequestOutput) -> None:
+    def _take(self, engine: LLMEngine, output: RequestOutput, now: float) -> None:
         if output.request_id not in self._live:
             return  # it was ended here before
         call, index = self._live[output.request_id]
@@ -172,14 +187,16 @@ class EngineLoop:
             return
         if output.finished:
             del self._live[output.request_id]
-        self._news.outputs.append((call, index, output))
+        self._news.outputs.append((call, index, output, now))
+        self._news.is_awaited |= call.streams or output.finished
 
     def _tell(self, engine: LLMEngine) -> None:
-        news, self._news = self._news, News()
-        news.num_running, news.num_waiting = engine.num_running, engine.num_waiting
-        news.num_waiting_tokens = sum(self._unstarted.values())
-        news.kv_usage = engine.kv_cache_usage
-        self._deliver(news)
+        """Waking the event loop's thread costs more than what it does then."""
+        news, waiting_tokens = self._news, sum(self._unstarted.values())
+        news.load = Load(engine.num_running, engine.num_waiting, waiting_tokens, engine.kv_cache_usage)
+        if news.is_awaited or news.load != self._load or len(news.outputs) >= MOST_KEPT:
+            self._news, self._load = News(), news.load
+            self._deliver(news)
 
 
 def refusal_of(problem: Exception) -> Refusal:

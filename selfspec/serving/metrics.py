@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter as Counts
-from collections.abc import Callable
-from functools import partial
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -66,7 +66,7 @@ class Metrics:
 
         def make(name: str, help: str, *labels: str, **more: Any) -> Any:
             made = kind(name, help, ("model_name", *labels), registry=self.registry, **more)
-            return partial(made.labels, self._model) if labels else made.labels(self._model)
+            return cache(partial(made.labels, self._model)) if labels else made.labels(self._model)
 
         return make
 
@@ -74,43 +74,38 @@ class Metrics:
         """All of it, in Prometheus' text format."""
         return generate_latest(self.registry)
 
-    def gauge(self, running: int, waiting: int, kv_usage: float) -> None:
-        """How the engine is now."""
-        self._running.set(running)
-        self._waiting.set(waiting)
-        self._kv_usage.set(kv_usage)
+    def watch(self, running: Callable[[], int], waiting: Callable[[], int], kv_usage: Callable[[], float]) -> None:
+        """Who says how the engine is, whenever somebody asks."""
+        self._running.set_function(running)
+        self._waiting.set_function(waiting)
+        self._kv_usage.set_function(kv_usage)
 
-    def round(self, round_: Round) -> None:
-        """Count a round."""
-        self._stages("prefill").inc(round_.seconds.prefill)
-        if round_.plan is None:
-            return
-        self._stages("decode").inc(round_.seconds.total - round_.seconds.prefill - round_.seconds.control)
-        self._stages("control").inc(round_.seconds.control)
-        layer = round_.exit_layer
-        self._rounds("plain" if layer is None else "lookup" if layer == LOOKUP else "exit").inc()
-        if layer:
-            self._exits(layer).inc()
-        if round_.num_wasted:
-            self._wasted.inc(round_.num_wasted)
-        positions = Counts[int]()
-        drafts = drafted = accepted = tokens = 0
-        for row in round_.rows:
-            tokens += len(row.tokens)
-            if not row.drafted:
+    def program(self, rounds: Sequence[Round]) -> None:
+        """Count the rounds of a program, all at once."""
+        sums = defaultdict[Any, float](float)
+        for round_ in rounds:
+            seconds = round_.seconds
+            sums[self._stages("prefill")] += seconds.prefill
+            if round_.plan is None:
                 continue
-            drafts += 1
-            drafted += len(row.drafted) + row.num_beside
-            accepted += row.num_accepted
-            positions[row.num_accepted] += 1
-            self._lengths.observe(len(row.drafted))
-        self._new_tokens.inc(tokens)
-        if drafts:
-            self._drafts.inc(drafts)
-            self._drafted.inc(drafted)
-            self._accepted.inc(accepted)
-        for position in range(max(positions, default=0)):
-            self._positions(position).inc(sum(n for accepted, n in positions.items() if accepted > position))
+            sums[self._stages("decode")] += seconds.total - seconds.prefill - seconds.control
+            sums[self._stages("control")] += seconds.control
+            layer = round_.exit_layer
+            sums[self._rounds("plain" if layer is None else "lookup" if layer == LOOKUP else "exit")] += 1
+            if layer:
+                sums[self._exits(layer)] += 1
+            sums[self._wasted] += round_.num_wasted
+            for row in round_.rows:
+                sums[self._new_tokens] += len(row.tokens)
+                if row.drafted:
+                    self._lengths.observe(len(row.drafted))
+                    sums[self._drafts] += 1
+                    sums[self._drafted] += len(row.drafted) + row.num_beside
+                    sums[self._accepted] += row.num_accepted
+                    for position in range(row.num_accepted):
+                        sums[self._positions(position)] += 1
+        for counter, number in sums.items():
+            counter.inc(number)
 
     def reject(self, reason: str) -> None:
         """Count a request that was not admitted."""
@@ -120,15 +115,15 @@ class Metrics:
         """Count a request that got a place so many seconds after it came."""
         self._queue.observe(seconds)
 
-    def tokens(self, call: Call, choice: Choice, last_at: float | None, now: float) -> None:
-        """Count what a program added to an output. `last_at`: when the piece before came; None: there was none."""
-        if choice.last_at != last_at:
-            if last_at is None:
-                self._first.observe(now - call.arrived)
-            else:
-                self._between.observe(now - last_at)
-        if choice.finish_reason is None:
-            return
+    def piece(self, call: Call, last_at: float | None, now: float) -> None:
+        """Count that a program added to an output. `last_at`: when the piece before came; None: there was none."""
+        if last_at is None:
+            self._first.observe(now - call.arrived)
+        else:
+            self._between.observe(now - last_at)
+
+    def end(self, call: Call, choice: Choice, now: float) -> None:
+        """Count an output that ended."""
         self._success(choice.finish_reason).inc()
         self._output.observe(choice.num_tokens)
         self._whole.observe(now - call.arrived)

@@ -70,6 +70,11 @@ def test_what_can_never_fit_is_refused():
         assert served.complete("x" * 100, max_tokens=20).status_code == 200
 
 
+def test_the_smallest_cache_holds_a_default_completion():
+    with serving(speaker(), max_num_seqs=16, max_num_cached_tokens=64) as served:
+        assert served.complete("x" * 40).status_code == 200
+
+
 def test_a_request_meets_its_deadline_and_its_place_is_free():
     with serving(speaker(Slow(0.03)), max_num_seqs=1, request_timeout=0.5) as served:
         before = served.text("x", max_tokens=3)
@@ -238,7 +243,7 @@ def test_an_error_in_one_request_is_its_own():
 
     def take(news):
         delivered.append(news)
-        if sum(output.finished for news in delivered for _, _, output in news.outputs) == 2:
+        if sum(output.finished for news in delivered for _, _, output, _ in news.outputs) == 2:
             ended.set()
 
     async def calls():  # they belong to an event loop
@@ -257,11 +262,40 @@ def test_an_error_in_one_request_is_its_own():
     loop.stop()
     texts = {"good": "", "fine": ""}
     for news in delivered:
-        for call, _, output in news.outputs:
+        for call, _, output, _ in news.outputs:
             texts[call.name] += output.outputs[0].text
     assert set(texts.values()) == {wanted.outputs[0].text}
     failed = {call.name: refusal.status for news in delivered for call, refusal in news.failed}
     assert failed == {"bad": 500, "other bad": 500}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_programs_that_nobody_waits_for_are_told_together(streams):
+    """A stream is told every program; of an answer read whole, beginning and end, and never too much at once."""
+    llm = speaker(Slow(0))
+    params = SamplingParams(max_tokens=400, ignore_eos=True)
+    [wanted] = llm.generate("abc", params)
+    delivered, ended = [], threading.Event()
+
+    def take(news):
+        delivered.append(news)
+        if any(output.finished for _, _, output, _ in news.outputs):
+            ended.set()
+
+    async def made():  # it belongs to an event loop
+        return Call("a", [[*wanted.prompt_token_ids]], params, 99.0, streams=streams)
+
+    loop = EngineLoop(llm, ServerConfig(max_num_seqs=1), Metrics("m"), take)
+    loop.start()
+    loop.submit(asyncio.run(made()))
+    assert ended.wait(PATIENCE)
+    loop.stop()
+    told = [(output.outputs[0].token_ids, at) for news in delivered for _, _, output, at in news.outputs]
+    assert [token for tokens, _ in told for token in tokens] == wanted.outputs[0].token_ids
+    times = [at for _, at in told]
+    assert times == sorted(times) and times[0] < times[-1]
+    assert len(delivered) >= 400 if streams else len(delivered) < 9
+    assert max(len(news.outputs) for news in delivered) <= 256
 
 
 def test_logits_that_are_no_numbers_end_every_request():
@@ -304,7 +338,14 @@ def test_an_address_in_use_is_refused_in_a_sentence():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"request_timeout": 0}, {"max_waiting_requests": -1}, {"api_key": ""}, {"model": ""}, {"max_body_bytes": 0}],
+    [
+        {"request_timeout": 0},
+        {"max_waiting_requests": -1},
+        {"api_key": ""},
+        {"model": ""},
+        {"max_body_bytes": 0},
+        {"max_num_cached_tokens": 63},
+    ],
 )
 def test_a_wrong_limit_is_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
