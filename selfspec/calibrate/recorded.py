@@ -6,6 +6,7 @@ addition is the overhead of a draft step and of a round.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
@@ -29,13 +30,14 @@ from selfspec.model.kv_cache import Span
 from selfspec.progress import report
 
 PAGE = 64  # page size in tokens
-WIDTHS = (1, 2, 3, 5, 9, 16)  # tokens per row of a verification
+WIDTHS = (1, 2, 5, 9, 16)  # tokens per row of a verification
+SIZES = (1, 4)  # batch sizes that are measured, besides the largest; costs are linear between them
 FAR, FAR_TOKENS = 1024, 8192  # additional cached tokens per row of "far" passes, and the maximum over all rows
 DRAFTED = 4  # tokens per row in timed draft rounds
 RAGGED = 3  # mean tokens per row of a ragged verification
-REPEATS, REPLAYS = 3, 5  # measurements, and replays in each
+REPEATS = 3  # measurements of a part, of which the fastest counts
+LEAST_SECONDS, MOST_REPLAYS = 4e-3, 10  # seconds of a measurement, and its replays at most
 ROUNDS, WARM = 10, 2  # whole rounds in one measurement, and those before it
-SLOW = 0.02  # seconds of a plain token from which on only the smallest and the largest batch are measured
 Seconds = dict[int, float]
 
 
@@ -44,10 +46,11 @@ def measure_recorded(stack: Any, batch_sizes: Sequence[int], repeats: int = REPE
 
     Args:
         stack: a `selfspec.model.stack.Stack` with a runner that records it.
-        batch_sizes: ascending numbers of rows; those that are not recorded are left out.
+        batch_sizes: ascending numbers of rows. Of those that are recorded, `SIZES` and the largest are measured.
         repeats: measurements of every part, of which the fastest counts.
     """
-    sizes = [rows for rows in batch_sizes if rows <= stack.runner.limits.rows]
+    recorded = [rows for rows in batch_sizes if rows <= stack.runner.limits.rows]
+    sizes = [rows for rows in recorded if rows in SIZES or rows == recorded[-1]]
     with torch.inference_mode():
         return _Measurement(stack, sizes, min(repeats, REPEATS)).costs()
 
@@ -56,7 +59,7 @@ class _Measurement:
     """The recordings of one measurement; each is dropped after it was timed."""
 
     def __init__(self, stack: Any, batch_sizes: Sequence[int], repeats: int) -> None:
-        self.repeats, self.replays = repeats, REPLAYS if repeats > 1 else 1
+        self.repeats = repeats
         self.stack, self.runner, self.limits = stack, stack.runner, stack.runner.limits
         self.middle = max(1, stack.num_layers // 4)
         longest = stack.context_limit - max(WIDTHS)
@@ -67,9 +70,7 @@ class _Measurement:
         counts = {rows: -(-max(self.base + more + max(WIDTHS), rounds) // PAGE) for rows, more in self.beyond.items()}
         self.cache = self.runner.new_cache(max(rows * count for rows, count in counts.items()), PAGE)
         self.pages = {rows: [range(i * count, (i + 1) * count) for i in range(rows)] for rows, count in counts.items()}
-        self.batch_sizes = list(batch_sizes)
-        if self.plain(1, False) > SLOW:
-            self.batch_sizes = [*batch_sizes[:1], *batch_sizes[1:][-1:]]
+        self.batch_sizes = batch_sizes
 
     def costs(self) -> Costs:
         """The costs of recorded rounds."""
@@ -123,7 +124,7 @@ class _Measurement:
     def exits(self, rows: int) -> list[int]:
         """Exit layers at which draft steps are timed."""
         layers, heads = self.stack.num_layers, self.stack.exit_heads
-        some = {1, self.middle, max(1, layers // 2)} | ({layers - 1} if rows == 1 else set())
+        some = {1, max(1, layers // 2)}  # between them and beyond, costs are linear
         return sorted(some | (set() if heads is None else set(heads.layers)))
 
     def widths(self, rows: int) -> list[int]:
@@ -188,9 +189,10 @@ class _Measurement:
 
     def seconds(self, body: Body) -> float:
         """Seconds of a replay of `body`'s recording."""
-        recording = self.runner.graphs.capture.record(body)
-        device, replays = self.stack.device, self.replays
-        return fastest(lambda: [recording.replay() for _ in range(replays)], self.repeats, device) / replays
+        recording, device = self.runner.graphs.capture.record(body), self.stack.device
+        once = fastest(recording.replay, 1, device)
+        count = min(MOST_REPLAYS, math.ceil(LEAST_SECONDS / once))
+        return min(once, fastest(lambda: [recording.replay() for _ in range(count)], self.repeats, device) / count)
 
     def rounds(self, rows: int, drafted: int) -> float:
         """Seconds of a whole round in a program, by the wall."""

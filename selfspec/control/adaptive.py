@@ -32,7 +32,7 @@ from selfspec.control.plan import (
     lookup_bin,
 )
 from selfspec.control.planner import HANDICAP, MARGIN, Decision, Evidence, could_pay, decide
-from selfspec.control.round_costs import MOST, MOST_FOUND, Drafters, RoundCosts
+from selfspec.control.round_costs import MOST, MOST_FOUND, Drafters, RoundCosts, recorded_exits
 from selfspec.control.rows import RoundOutcome, RowOutcome, RowState, Shadow, Vocabulary
 from selfspec.control.schedule import Schedule
 
@@ -47,7 +47,7 @@ class Adaptive(Policy):
 
     Args:
         prior: the `state` of an earlier instance for the same model.
-        exit_layers: exit layers to choose from; default: all.
+        exit_layers: exit layers to choose from; default: all, or `recorded_exits` where rounds are recorded.
         most: maximum draft length; default: no limit beyond `MOST` and `MOST_FOUND`.
         drafts: sources of drafts, some of `DRAFTS`.
     """
@@ -63,7 +63,8 @@ class Adaptive(Policy):
         self.costs = costs
         self._most = MOST if most is None else min(most, MOST)
         self._most_found = MOST_FOUND if most is None else min(most, MOST_FOUND)
-        self._layers = sorted(set(exit_layers or range(1, costs.num_layers))) if "exit" in drafts else []
+        every = range(1, costs.num_layers) if costs.recorded is None else recorded_exits(costs.num_layers)
+        self._layers = sorted(set(exit_layers or every)) if "exit" in drafts else []
         self._looks_up, self._may_copy = "lookup" in drafts, "copies" in drafts
         known = prior if isinstance(prior, dict) else {}
         self.tracker = Tracker(costs.num_layers, prior)
@@ -150,6 +151,8 @@ class Adaptive(Policy):
         if schedule.block:
             return Plan(None, (0,) * count, num_rounds=schedule.block, speedup=1.0)
         shadow = self._probe(count) if schedule.probe_is_due else None
+        if shadow is not None and self.costs.recorded is not None:
+            return Plan(None, (0,) * count, shadow=shadow, speedup=1.0)
         if shadow is None and self._layers:
             num_rounds = min(num_rounds, schedule.rounds_before_probe)
         return self.decision.plan(count, num_rounds, self._most, self._lookups, shadow)
@@ -161,7 +164,10 @@ class Adaptive(Policy):
         ratio = self._correction.ratio(BY_EXIT, num_rows)
         layers = could_pay(self._round_costs, self._layers, max(HANDICAP, self.decision.speedup), ratio)
         layers = tuple([layer for layer in layers if layer != self.decision.exit_layer])
-        return self._schedule.probe(layers, num_rows, 1 + self.decision.length)
+        if self.costs.recorded is None:
+            return self._schedule.probe(layers, num_rows, 1 + self.decision.length)
+        # A plain round with always the same layers, so that few recordings of parts are made for probes.
+        return self._schedule.probe(tuple(self._layers) if layers else (), num_rows, 1.0)
 
     def _decide(self, rows: Sequence[RowState]) -> None:
         """Choose how layers draft, and draft lengths by match length."""
@@ -247,7 +253,8 @@ class Adaptive(Policy):
                 self._ngrams.add(outcome.match, drafted, right, outcome.request_id, outcome.source)
         is_compared, is_probe = self._schedule.block > 0, any(o.shadow is not None for o in outcomes)
         forwards = seconds.draft + seconds.verify + seconds.head
-        self._schedule.pass_round(forwards, seconds.shadow if is_probe else None)
+        probing = seconds.shadow + (0.0 if self.costs.recorded is None else forwards)  # else in a drafted round
+        self._schedule.pass_round(forwards, probing if is_probe else None)
         self._correction.pass_round()
         if is_compared or (not is_probe and self._round % TIMING_INTERVAL == 0):
             self._compare_with_costs(plan, round_)

@@ -88,9 +88,9 @@ class Costs:
     _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def recorded_length(self, num_rows: int) -> int | None:
-        """The maximum draft length of rounds that are recorded; None where rounds of so many rows are not."""
+        """The maximum draft length of recorded rounds, 0 for more rows than are recorded; None: rounds are not."""
         limits = self.recorded
-        return None if limits is None or num_rows > limits.rows else limits.draft_length(num_rows)
+        return limits and (limits.draft_length(num_rows) if num_rows <= limits.rows else 0)
 
     def plain_round(self, num_rows: int, context: float = CONTEXT) -> float:
         """Seconds of a round of plain decoding."""

@@ -91,6 +91,8 @@ def table(
         most: maximum draft length of a row.
     """
     most = min(most, costs.longest)
+    if most < 1:
+        return None
     count, seconds = len(rates), np.array(costs.lookups())
     needs = usual * seconds / forecast_ratio - count
     if not (needs < np.arange(len(needs))).any():

@@ -22,6 +22,7 @@ from selfspec.control.round_costs import BY_LAYERS, MOST, Drafter, RoundCosts, e
 HANDICAP = 1.05  # expected speedup from which on drafting starts (cf. arXiv 2406.14066)
 CONTINUE = 0.97  # expected speedup below which drafting ends; drafts give better estimates than shadow picks
 SWITCH_MARGIN = 0.02  # relative gain that a change of the exit layer needs, for a batch of one row
+RECORD_MARGIN = 0.05  # relative gain that a change of exit layer or draft length needs where rounds are recorded
 MARGIN = 1.1  # relative gain that drafts by copies need over drafts by layers, until their agreement is measured
 # The prior of the best exit layer. In models trained with early exits it is near a quarter of the depth. The expected
 # rate of a layer without observations is raised by EXIT_PRIOR there, by less at a distance in log depth; after
@@ -94,12 +95,17 @@ def decide(
     rates, drafted = costs.rates(evidence.right, evidence.share, coverages)  # [drafters, L - 1, stops], [L - 1, stops]
     time_ratios = np.array([[evidence.time_ratios[drafter.by_copies]] for drafter in drafters])
     expected = np.maximum.reduce(rates, 2) / time_ratios
-    at, exit_layer = _choose(now, costs.num_rows, drafters, layers, expected, evidence)
+    margin = SWITCH_MARGIN / costs.num_rows if costs.stops_early else RECORD_MARGIN
+    at, exit_layer = _choose(now, margin, costs.num_rows, drafters, layers, expected, evidence)
     line, plain = exit_layer - 1, costs.num_rows / costs.plain_seconds
     corrected = evidence.forecast_ratio * float(expected[at, line])
     if corrected < (HANDICAP if now.exit_layer is None else CONTINUE) * plain:
         return Decision(plain, corrected / plain)
     stop = int(rates[at, line].argmax())
+    if not costs.stops_early and (now.exit_layer, now.drafter.key) == (exit_layer, drafters[at].key):
+        before = now.most - 1
+        if rates[at, line, stop] < (1 + margin) * rates[at, line, before]:
+            stop = before
     rate, length = float(rates[at, line, stop]), float(drafted[line, stop])
     right = tuple((evidence.right[line] * coverages[at, line]).tolist())
     drafting = _drafting(exit_layer, drafters[at], rate, length, right, costs, evidence)
@@ -108,6 +114,7 @@ def decide(
 
 def _choose(
     now: Decision,
+    margin: float,
     num_rows: int,
     drafters: Sequence[Drafter],
     layers: Sequence[int],
@@ -126,7 +133,7 @@ def _choose(
     present = [i for i, drafter in enumerate(drafters) if drafter.key == now.drafter.key]
     if now.exit_layer is not None and present:
         before = present[0], now.exit_layer - 1
-        if weighted[at, line] < (1 + SWITCH_MARGIN / num_rows) * weighted[before]:
+        if weighted[at, line] < (1 + margin) * weighted[before]:
             return present[0], now.exit_layer
     return at, line + 1
 
@@ -160,8 +167,7 @@ def _drafting(
     least, most = value * one_more(rounds, length, rows), MOST
     if least > acceptance ** (MIN_LENGTH_SHARE * length):  # costs have steps: use the average cost of a token
         least, most = min(least, value * each_of(rounds, length, rows)), max(1, math.ceil(length))
-    if not costs.stops_early:
-        most = round(length)
+    most = min(most, max(UNKNOWN, int(evidence.seen[line] + 1e-6))) if costs.stops_early else round(length)
     return Decision(
         exit_layer=exit_layer,
         drafter=drafter,
@@ -170,7 +176,7 @@ def _drafting(
         rounds=rounds,
         stop=SurvivalStop(right, least) if costs.stops_early else None,
         second_choices=_second_choices(exit_layer, drafter, right, length, rate, costs, evidence.seconds),
-        most=min(most, max(UNKNOWN, int(evidence.seen[line] + 1e-6))),
+        most=most,
     )
 
 
@@ -183,20 +189,18 @@ def _second_choices(
     costs: RoundCosts,
     seconds: SecondRates | None,
 ) -> SecondChoices | None:
-    """The rule for second choices of a draft of about `length` tokens; None where none is worth its cost."""
-    if seconds is None:
+    """The rule for second choices of a draft of about `length` tokens; None where none is worth its cost.
+
+    Recorded rounds draft none: what they cost there is not measured.
+    """
+    if seconds is None or not costs.stops_early:
         return None
     second = seconds.of(exit_layer)
     fixed, each = costs.branch_seconds(exit_layer, length, drafter)
-    most, least = MAX_SECOND_CHOICES, each * rate
-    if not costs.stops_early:  # all places take their time, used or not
-        most = min(most, costs.longest - round(length))
-        fixed, each = fixed + most * each, 0.0
-        least = fixed * rate / costs.num_rows
     # The bound for the first token; later second choices are accepted less often.
-    if most < 1 or max([(1 - chance) * other for chance, other in zip(right, second, strict=True)]) <= least:
+    if max([(1 - chance) * other for chance, other in zip(right, second, strict=True)]) <= each * rate:
         return None
-    return SecondChoices(right, second, each * rate, most, fixed * rate / costs.num_rows)
+    return SecondChoices(right, second, each * rate, MAX_SECOND_CHOICES, fixed * rate / costs.num_rows)
 
 
 def could_pay(costs: RoundCosts, layers: Sequence[int], speedup: float, time_ratio: float) -> tuple[int, ...]:

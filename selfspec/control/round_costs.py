@@ -19,6 +19,8 @@ from selfspec.control.decay import Floats
 from selfspec.control.rows import Vocabulary
 
 MOST = 18  # maximum draft length
+# Draft lengths of recorded rounds, which need a recording for each; and the exit layers, in sixteenths of the layers.
+RECORDED_LENGTHS, RECORDED_EXITS = (1, 2, 3, 4, 6, 8, 11, 15), (1, 1.5, 2, 3, 4, 5, 6, 8)
 CAPS = (1, 2, 3, 4, 6, 9, 13, MOST)  # maximum lengths among the stop rules of a single row
 MOST_FOUND = 63  # maximum draft length by lookup
 MOST_PACKED = 256  # tokens drafted by lookup in a round, at most: their logits are in memory at once
@@ -110,6 +112,9 @@ class RoundCosts:
         """Whether a draft that stops early takes less time."""
         self.longest = MOST_FOUND if recorded is None else recorded
         """Maximum draft length."""
+        self._is_allowed = self.longest >= _LENGTHS
+        if not self.stops_early:
+            self._is_allowed &= np.isin(_LENGTHS, RECORDED_LENGTHS)
         self.drafters: Sequence[Drafter] = Drafters(costs, copies=copies).now()
         """The drafters to choose from."""
         self._lookup_ratio = 1.0
@@ -147,7 +152,7 @@ class RoundCosts:
         if self.num_rows > 1 or not self.stops_early:
             acceptance = np.add.reduce(drafted_right, 2, keepdims=True)
             kept = 1 + np.add.accumulate(acceptance**_LENGTHS, 2)
-            kept[:, :, self.longest :] = 0
+            kept *= self._is_allowed
             return self.num_rows * kept / np.array(seconds)[:, :, 1:], np.tile(_LENGTHS, (len(share), 1))
         # P(confidence above the bound), P(above and accepted) for each drafter: [1 + drafters, L - 1, bins]
         likely = np.concatenate((share[None], drafted_right))
@@ -166,7 +171,7 @@ class RoundCosts:
         """Upper bounds of the tokens per second of all rows, `[L - 1]`: with an acceptance rate of 1."""
         limits = np.zeros(self._costs.num_layers - 1)
         for drafter in self.drafters:
-            best = np.maximum.reduce(((1 + _LENGTHS) / self._seconds(drafter)[:, 1:])[:, : self.longest], 1)
+            best = np.maximum.reduce(self._is_allowed * (1 + _LENGTHS) / self._seconds(drafter)[:, 1:], 1)
             limits[: drafter.deepest] = np.maximum(limits[: drafter.deepest], best[: drafter.deepest])
         return self.num_rows * limits
 
@@ -246,6 +251,11 @@ class RoundCosts:
         drafted = np.arange(1, min(rows * MOST_FOUND, MOST_PACKED) + 1) / rows
         seconds = np.interp(drafted, LOOKUP_GRID, np.add(layers, judging)) + costs.rest(rows) + rows * LOOKUP_SECONDS
         return drafted, seconds
+
+
+def recorded_exits(num_layers: int) -> list[int]:
+    """The exit layers of recorded rounds."""
+    return sorted({min(max(1, round(num_layers * i / 16)), num_layers - 1) for i in RECORDED_EXITS})
 
 
 def one_more(rounds: Sequence[float], drafted: float, num_rows: int) -> float:

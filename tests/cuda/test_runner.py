@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.control.plan import NUM_BINS, Plan, SurvivalStop
+from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SurvivalStop
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.request import Request
 from selfspec.executors.cuda.runner import Runner, install
@@ -19,7 +19,7 @@ from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from tests.cuda.standin import with_runner
 from tests.cuda.tape import Tape
 from tests.decoding.test_trees import seconds
-from tests.helpers import Adversary, Always, Schedule, audit_cache, decode, make_prompts
+from tests.helpers import Adversary, Always, Schedule, audit_cache, decode, drain, make_prompts
 from tests.models import EOS, build, tiny
 from tests.slow import slow
 from tests.target import Target
@@ -321,3 +321,18 @@ def test_picks_made_by_the_kernel_on_a_device_are_those_of_the_ordinary_engine(m
     got = decode(tiny("llama"), prompts, Stopping(3, 4), **options_for(4, True))
     assert [one.tokens for one in got] == [one.tokens for one in wanted]
     assert pick_for(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(("exit_layer", "rows", "longest"), [(2, 1, 15), (LOOKUP, 1, 15), (2, 2, 15)])
+def test_drafts_that_no_recording_holds_are_cut(exit_layer, rows, longest):
+    """Not run operation by operation, which takes several times as long."""
+    target = with_runner(Target(build("llama"), engine="views"))
+    prompts = [[5, 6, 7, 8] * 12, [9, 8, 7] * 12][:rows]
+    wanted = decode(tiny("llama"), prompts, Always(None, 0), max_new_tokens=40)
+    engine = Engine(target, policy=Always(exit_layer, 30), max_batch_size=rows, max_cached_tokens=256)
+    for prompt in prompts:
+        engine.submit(prompt, max_new_tokens=40)
+    outcome = drain(engine)
+    assert [outcome.completions[i].tokens for i in range(rows)] == [one.tokens for one in wanted]
+    drafted = [len(row.drafted) for one in outcome.rounds for row in one.rows]
+    assert max(drafted) == longest and target.stack.runner.graphs.num_recorded > 0

@@ -21,6 +21,7 @@ from selfspec.calibrate.timed_rounds import FURTHER, TimedRounds
 from selfspec.control.cost_table import Table
 from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.plan import Plan
+from tests.cuda.standin import with_runner
 from tests.models import build, some_heads, tiny
 from tests.slow import slow
 from tests.target import Target
@@ -51,6 +52,17 @@ def test_every_piece_is_measured(family):
     assert costs.ragged.points == (3,) and costs.ragged(3) > 0
     assert costs.plain_head.points == (1, 3)
     assert {1, 3, 8, 27, 128} <= set(costs.head.points) and costs.head.points == costs.pick.points
+
+
+@pytest.mark.parametrize("heads", [(), (3,)])
+def test_rounds_from_recordings_are_measured_from_recordings(heads):
+    target = Target(build("llama"), engine="views", exit_heads=some_heads(heads) if heads else None)
+    costs = measure(with_runner(target, max_rows=6).stack, (1, 2, 4, 6, 8), repeats=1)
+    assert_sound(costs, 4)
+    assert costs.recorded == target.stack.runner.limits and costs.recorded_length(4) == 15
+    assert costs.plain.points == (1, 4, 6) and set(costs.early) == set(costs.late) == {1, 4, 6}
+    assert set(heads) <= set(costs.early[1].points) and costs.late[1].points == (1, 2, 5, 9, 16)
+    assert costs.round(2, (4,)) > costs.plain_round(1)
 
 
 @pytest.mark.parametrize("within", [None, 0.0], ids=["all points", "few points"])

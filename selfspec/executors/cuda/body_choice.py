@@ -28,7 +28,6 @@ MAX_MEMORY_SHARE = 0.5  # share of the free memory that packed copies may take
 # One rounding to the dtype, relative to a number. Float32 has room for products that are summed in another order.
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 MAX_ROUNDINGS = 4.0  # products summed in another order differ by up to about 1.5; a wrong layer differs by dozens
-SMALLER = 2.0**-6  # factor on the hidden states that a layer of the check starts from
 PAGE = 16
 CALLS = (  # two ragged rows, then what follows them: a chain and a tree
     (Span([2, 0], 0, 7), Span([1, 3], 0, 14)),
@@ -95,11 +94,11 @@ def packing_of(weights: LlamaWeights, owned: bool) -> Packing:
 def layers_error(stack: Any, body: FusedBody) -> float:
     """How far the hidden states of fused layers are from the views', in roundings; `MAX_ROUNDINGS` are allowed.
 
-    Ragged rows, padding, rows that go on, and a tree. Each layer starts from the views' hidden states, which are made
-    small: else the rounding of a large hidden state would hide what a layer adds to it. Of a difference, one rounding
-    of the hidden state itself is left out; the rest is relative, in norm, to what the layer adds.
+    Ragged rows, padding, rows that go on, and a tree. Each layer starts from the views' hidden states, scaled down to
+    about the norm of what the layer adds: the rounding of a larger hidden state would hide it. Of a difference, one
+    rounding of the hidden state itself is left out; the rest is relative, in norm, to what the layer adds.
     """
-    caches = [PagedCache(4, PAGE) for _ in range(2)]
+    caches = [PagedCache(4, PAGE) for _ in range(3)]
     vocab, rng = stack.vocab_size, torch.Generator().manual_seed(0)
     errors = []
     for spans in CALLS:
@@ -107,14 +106,19 @@ def layers_error(stack: Any, body: FusedBody) -> float:
         tokens = torch.randint(0, vocab, (count,), generator=rng).to(stack.device)
         inputs = LayersInputs(CALL_SHAPE, caches[0], tokens.new_zeros(CALL_SHAPE.tokens))
         inputs.fill(spans, tokens)
-        views, fused = (StaticRows(cache, inputs.layout, body.kernels) for cache in caches)
+        whole, views, fused = (StaticRows(cache, inputs.layout, body.kernels) for cache in caches)
+        states: dict[int, Tensor | None] = dict.fromkeys(range(1, stack.num_layers + 1))
+        stack.run_views(whole, 0, stack.num_layers, inputs.given, states)
         given = inputs.given
         for depth in range(stack.num_layers):
+            if depth:
+                before, hidden = states[depth], states[depth + 1]
+                assert before is not None and hidden is not None
+                added = (hidden - before)[:count].float().norm() / before[:count].float().norm()
+                given = before * added.clamp(max=1).to(before.dtype)
             wanted, last = _one_layer(stack.run_views, views, depth, given, count)
             got, done = _one_layer(body.run, fused, depth, given, count)
             errors.append(_excess(got, wanted, wanted - given[:count] if depth else wanted))
-            given = wanted.new_zeros((len(given), wanted.shape[1]))
-            given[:count] = wanted * SMALLER
         errors.append(_excess(done, last, last))
     return float(torch.stack(errors).max()) / ROUNDING[stack.dtype]
 

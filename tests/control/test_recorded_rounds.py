@@ -1,0 +1,73 @@
+"""Plans of rounds from recordings: few lengths and layers, nothing that stopping early would save, and no more rows."""
+
+from dataclasses import replace
+
+import pytest
+
+from selfspec.control.adaptive import Adaptive
+from selfspec.control.costs import Costs, RoundLimits
+from selfspec.control.round_costs import RECORDED_LENGTHS, RoundCosts, recorded_exits
+from selfspec.control.rows import RowState, Tally
+from tests.control.rounds import Found, costs, play, row
+
+LIMITS = RoundLimits(longest=15, tokens=64, rows=4)
+
+
+def recorded(limits=LIMITS):
+    return replace(costs(), recorded=limits)
+
+
+@pytest.mark.parametrize("right", [0, 1, 2, 9])
+def test_drafts_have_few_lengths_and_no_stop_rule(right):
+    given = recorded()
+    done = play(Adaptive(given), given, 300, lambda plan, n: min(n, right))
+    assert any(one.exit_layer for one in done[200:]) == (right > 0)
+    for one in done:
+        assert one.plan.stop is None and one.plan.second_choices is None
+        assert set(one.plan.draft_lengths) <= {0, *RECORDED_LENGTHS}
+        assert one.plan.shadow is None or one.plan.exit_layer is None
+
+
+def test_a_length_is_kept_where_another_gains_little():
+    """Each change makes a recording, whose time a small gain does not repay."""
+    given, dice = recorded(), iter(range(10_000))
+    done = play(Adaptive(given), given, 900, lambda plan, n: min(n, 2 + next(dice) % 3))
+    lengths = [one.plan.draft_lengths[0] for one in done[300:] if one.exit_layer]
+    assert len(set(lengths)) <= 2
+
+
+@pytest.mark.parametrize(("num_rows", "longest"), [(1, 15), (2, 15), (3, 15), (4, 15), (5, 0), (9, 0)])
+def test_more_rows_than_are_recorded_do_not_draft(num_rows, longest):
+    policy = Adaptive(recorded(), exit_layers=[1])
+    rows = [row(i) for i in range(num_rows)]
+    for _ in rows:
+        policy.tracker.add_draft(1, 20, (0.9,) * 20)
+    rows = [one._replace(lookup=Found(40, [Tally(50, (50,) * 10, (50,) * 10)] * 9)) for one in rows]
+    plan = policy.plan(rows)
+    assert RoundCosts(recorded(), num_rows).longest == longest
+    assert max(plan.draft_lengths) <= longest and (plan.exit_layer is not None) == (longest > 0)
+    if plan.lookups is not None:
+        assert 0 < max(max(lengths) for lengths in plan.lookups.lengths) <= longest
+
+
+def test_all_rows_of_a_verification_share_its_places():
+    limits = RoundLimits(longest=15, tokens=256, rows=32)
+    assert [limits.draft_length(rows) for rows in (1, 8, 16, 17, 32)] == [15, 15, 15, 7, 7]
+
+
+def test_limits_are_kept_in_a_profile():
+    assert Costs.from_dict(recorded().as_dict()) == recorded()
+    with pytest.raises(ValueError, match="not a table of costs"):
+        Costs.from_dict({**recorded().as_dict(), "recorded": [1]})
+
+
+@pytest.mark.parametrize("num_layers", [2, 3, 4, 30, 32, 80])
+def test_exit_layers_lie_in_the_first_half(num_layers):
+    exits = recorded_exits(num_layers)
+    assert exits[0] >= 1 and exits[-1] <= -(-num_layers // 2) and len(exits) <= 8
+
+
+def test_other_exit_layers_can_be_asked_for():
+    policy = Adaptive(recorded(), exit_layers=[3])
+    policy.tracker.add_draft(3, 40, (0.9,) * 40)
+    assert policy.plan([RowState(0, 10, 100)]).exit_layer in (3, None)
