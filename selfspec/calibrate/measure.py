@@ -18,6 +18,7 @@ from selfspec.calibrate.recorded import measure_recorded
 from selfspec.calibrate.timed_rounds import FURTHER, SHADOW_POSITIONS, TimedRounds, shadow_seconds
 from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SecondChoices
+from selfspec.executors.cuda.capture import CannotCapture
 from selfspec.executors.pick import Sampling
 from selfspec.model.stack import Stack
 from selfspec.progress import report
@@ -75,7 +76,10 @@ def measure(
         raise ValueError(f"a model must have at least 2 layers to measure costs, got {stack.num_layers}")
     sizes = sorted({1, *batch_sizes})
     if stack.runner is not None and stack.runner.refused is None and stack.runner.limits.rows:
-        return stack.agreed(measure_recorded(stack, sizes, repeats))
+        try:
+            return stack.agreed(measure_recorded(stack, sizes, repeats))
+        except CannotCapture as problem:
+            report("rounds are measured operation by operation, since they cannot be recorded (%s)", problem)
     with torch.inference_mode():
         costs = _Measurement(stack, sizes, widths, counts).costs(repeats, within)
         if stack.agreed(doubtful(costs)):

@@ -20,7 +20,7 @@ from selfspec.calibrate.timed_rounds import SHADOW_POSITIONS, shadow_seconds
 from selfspec.control.cost_table import Table
 from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.plan import Plan
-from selfspec.executors.cuda.capture import Body
+from selfspec.executors.cuda.capture import Body, CannotCapture, Recording
 from selfspec.executors.cuda.round_inputs import RoundRow
 from selfspec.executors.cuda.shapes import Shape, token_capacity
 from selfspec.executors.cuda.static_rows import LayersInputs, StaticRows
@@ -48,6 +48,9 @@ def measure_recorded(stack: Any, batch_sizes: Sequence[int], repeats: int = REPE
         stack: a `selfspec.model.stack.Stack` with a runner that records it.
         batch_sizes: ascending numbers of rows. Of those that are recorded, `SIZES` and the largest are measured.
         repeats: measurements of every part, of which the fastest counts.
+
+    Raises:
+        CannotCapture: a part or a round cannot be recorded.
     """
     recorded = [rows for rows in batch_sizes if rows <= stack.runner.limits.rows]
     sizes = [rows for rows in recorded if rows in SIZES or rows == recorded[-1]]
@@ -124,7 +127,7 @@ class _Measurement:
     def exits(self, rows: int) -> list[int]:
         """Exit layers at which draft steps are timed."""
         layers, heads = self.stack.num_layers, self.stack.exit_heads
-        some = {1, max(1, layers // 2)}  # between them and beyond, costs are linear
+        some = {1, min(max(2, layers // 2), layers - 1)}  # between them and beyond, costs are linear
         return sorted(some | (set() if heads is None else set(heads.layers)))
 
     def widths(self, rows: int) -> list[int]:
@@ -189,14 +192,25 @@ class _Measurement:
 
     def seconds(self, body: Body) -> float:
         """Seconds of a replay of `body`'s recording."""
-        recording, device = self.runner.graphs.capture.record(body), self.stack.device
-        once = fastest(recording.replay, 1, device)
-        count = min(MOST_REPLAYS, math.ceil(LEAST_SECONDS / once))
-        return min(once, fastest(lambda: [recording.replay() for _ in range(count)], self.repeats, device) / count)
+        device = self.stack.device
+
+        def timed(recording: Recording) -> float:
+            once = fastest(recording.replay, 1, device)
+            # All ranks of a tensor-parallel model must replay as often.
+            count = self.stack.agreed(min(MOST_REPLAYS, math.ceil(LEAST_SECONDS / once)))
+
+            def replay() -> None:
+                for _ in range(count):
+                    recording.replay()
+
+            return min(once, fastest(replay, self.repeats, device) / count)
+
+        seconds: float = self.runner.with_recording(body, timed)
+        return seconds
 
     def rounds(self, rows: int, drafted: int) -> float:
         """Seconds of a whole round in a program, by the wall."""
-        room = len(self.pages[rows][0]) * PAGE - self.base - 1
+        room = min(len(self.pages[rows][0]) * PAGE, self.stack.context_limit) - self.base - 1
         given = [
             RoundRow(pages, self.base + 1, i, room, (), drafted, (), 0.0, 0, 1.0, 0.0, 0)
             for i, pages in enumerate(self.pages[rows])
@@ -204,7 +218,7 @@ class _Measurement:
         plan = Plan(self.middle if drafted else None, (drafted,) * rows, keep_confidence=bool(drafted))
         rounds = self.runner.begin(self.cache, given, plan, drafted)
         if rounds is None:
-            return 0.0
+            raise CannotCapture(self.runner.refused, f"a round of {rows} rows")
         count = ROUNDS if self.repeats > 1 else 1
         for _ in range(min(WARM, count)):
             rounds.launch()

@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 import random
+from threading import Event, Thread
 from time import perf_counter
 
 import pytest
@@ -21,6 +22,7 @@ from selfspec.calibrate.timed_rounds import FURTHER, TimedRounds
 from selfspec.control.cost_table import Table
 from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.plan import Plan
+from selfspec.executors.cuda.capture import CannotCapture
 from tests.cuda.standin import with_runner
 from tests.models import build, some_heads, tiny
 from tests.slow import slow
@@ -63,6 +65,77 @@ def test_rounds_from_recordings_are_measured_from_recordings(heads):
     assert costs.plain.points == (1, 4, 6) and set(costs.early) == set(costs.late) == {1, 4, 6}
     assert set(heads) <= set(costs.early[1].points) and costs.late[1].points == (1, 2, 5, 9, 16)
     assert costs.round(2, (4,)) > costs.plain_round(1)
+
+
+@pytest.mark.parametrize("num_layers", [2, 3, 5])
+def test_every_exit_layer_of_recorded_rounds_has_a_cost_of_its_own(num_layers):
+    target = with_runner(Target(build("llama", num_hidden_layers=num_layers), engine="views"), max_rows=1)
+    costs = measure(target.stack, (1,), repeats=1)
+    assert costs.early[1].points == ((1,) if num_layers == 2 else (1, 2))
+
+
+def test_recorded_rounds_are_measured_within_a_short_context():
+    """Also where every draft is accepted, so that rows grow fast."""
+    model = build("gpt2", max_position_embeddings=50).requires_grad_(False)
+    for layer in model.transformer.h[1:]:
+        for end in (*layer.attn.c_proj.parameters(), *layer.mlp.c_proj.parameters()):
+            end.zero_()
+    target = with_runner(Target(model, engine="views"), max_rows=4)
+    assert_sound(measure(target.stack, (1, 4), repeats=2), 4)
+
+
+@pytest.mark.parametrize("failing", [0, 12, 20])
+def test_rounds_that_cannot_be_recorded_are_measured_without(failing, monkeypatch):
+    stack = with_runner(Target(build("llama"), engine="views"), max_rows=1).stack
+    honest, done = stack.runner.graphs.capture.record, []
+
+    def record(body):
+        done.append(body)
+        if len(done) == failing + 1:
+            raise CannotCapture("aten.mm.default", "out of memory")
+        return honest(body)
+
+    monkeypatch.setattr(stack.runner.graphs.capture, "record", record)
+    costs = measure(stack, (1,), repeats=1, within=0.0)
+    assert_sound(costs, 4)
+    assert costs.recorded is None and len(done) > failing
+
+
+def test_all_ranks_replay_a_recording_as_often(monkeypatch):
+    """Recordings of a tensor-parallel model wait for the other ranks, whose clocks differ."""
+    stack, asked = with_runner(Target(build("llama"), engine="views"), max_rows=1).stack, []
+
+    def agreed(value):
+        if not isinstance(value, int):
+            return value
+        asked.append(value)
+        return 7  # what rank 0 has
+
+    monkeypatch.setattr(stack, "agreed", agreed)
+    measure(stack, (1,), repeats=1)
+    replayed = [one.num_replays for one in stack.runner.graphs.capture.made]
+    assert asked and replayed.count(2 + 7 * 2) == len(asked)
+
+
+def test_recordings_of_other_threads_wait_for_a_measurement():
+    """They share memory, so that a replay may overwrite what another thread has not read yet."""
+    target, began, done = with_runner(Target(build("llama"), engine="views")), Event(), Event()
+    wanted = target.generate([[5, 6, 7]], max_new_tokens=4, policy="plain")
+
+    def decode_beside():
+        began.set()
+        assert target.generate([[5, 6, 7]], max_new_tokens=4, policy="plain")[0].tokens == wanted[0].tokens
+        done.set()
+
+    def use(recording):
+        thread.start()
+        return began.wait(9) and done.wait(0.5)
+
+    thread = Thread(target=decode_beside)
+    one = torch.ones(1)
+    assert not target.stack.runner.with_recording(lambda: (one + 1,), use)
+    assert done.wait(9)
+    thread.join()
 
 
 @pytest.mark.parametrize("within", [None, 0.0], ids=["all points", "few points"])

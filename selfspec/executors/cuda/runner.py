@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from selfspec.control.costs import RoundLimits
 from selfspec.control.plan import UNBOUNDED_ROUNDS, Plan
 from selfspec.executors.cuda.body_choice import Measure, choose_body
-from selfspec.executors.cuda.capture import CannotCapture, Capture, CudaCapture
+from selfspec.executors.cuda.capture import Body, CannotCapture, Capture, CudaCapture, Recording
 from selfspec.executors.cuda.graphs import Graphs, Recorded
 from selfspec.executors.cuda.round_inputs import RoundInputs, RoundKey, RoundRow, RowRound
 from selfspec.executors.cuda.rounds import RecordedRounds
@@ -33,6 +33,7 @@ from selfspec.model.kv_cache import PackedRows, PagedCache
 from selfspec.model.quantized import is_dense
 from selfspec.model.self_check import TOLERANCE, split_error
 
+T = TypeVar("T")
 _log = logging.getLogger("selfspec")
 MAX_WIDTH = 16  # tokens per row of a whole round, the last one and the chain
 MAX_NODES = 32  # with second choices: the attention kernel splits work for at most so many new tokens
@@ -228,6 +229,15 @@ class Runner:
         spare = key.most_tokens - max(row.content for row in rows) - key.seconds
         fitting = UNBOUNDED_ROUNDS if key.most_tokens == storage.cache.room else spare // key.width
         return RecordedRounds(made, self._lock, len(rows), plan.reads_confidence, max(1, fitting))
+
+    def with_recording(self, body: Body, use: Callable[[Recording], T]) -> T:
+        """What `use` returns for a recording of `body`, which is dropped then. Other threads replay nothing meanwhile.
+
+        Raises:
+            CannotCapture: the body cannot be recorded.
+        """
+        with self._lock:
+            return use(self.graphs.capture.record(body))
 
     def round(self, cache: PagedCache, rows: Sequence[RoundRow], plan: Plan) -> list[RowRound] | None:
         """Run one round of a batch and wait for it; see `begin`."""
