@@ -138,22 +138,21 @@ class Dispatcher:
         for call in news.accepted:
             self._sent.pop(call.name, None)
             call.accept()
-        for call, refusal in news.failed:
-            self._fail(call, refusal)
         for call, now in news.started:
             self._metrics.start(now - call.arrived)
         for call, prompt, output, now in news.outputs:
-            if call.name not in self._open:
-                continue  # its client has gone, and it was counted then
+            is_open = call.name in self._open  # else its client has gone, and its end was counted then
             for choice, last_at in call.add(prompt, output, now):
                 if choice.last_at != last_at:
                     self._metrics.piece(call, last_at, now)
-                if choice.finish_reason is not None:
+                if is_open and choice.finish_reason is not None:
                     self._metrics.end(call, choice, now)
-            if call.has_ended:
+            if is_open and call.has_ended:
                 del self._open[call.name]
                 self._seconds += SMOOTHING * (now - call.arrived - self._seconds)
                 self._metrics.prompts(call)
+        for call, refusal in news.failed:  # after its outputs, which came before
+            self._fail(call, refusal)
         if news.is_last:
             self._has_stopped = True
             for call in list(self._open.values()):

@@ -47,11 +47,11 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     503: {"description": "the server shuts down, or its engine has stopped"},
     504: {"description": "the request took longer than the server allows"},
 }
-STREAM_HEADERS = [
+STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
-]
+)
 
 SHAPES = {  # of fields that may have several, of which pydantic would name the first
     "prompt": f"a text, a list of at most {MOST_PARTS} texts, a list of token ids, or a list of those",
@@ -83,7 +83,8 @@ class Answer(Response):
             self._dispatcher.end(self._call)
 
     async def _stream(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        headers = [*STREAM_HEADERS]  # middleware may add to them
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         async for events in self._writer.events():
             await send({"type": "http.response.body", "body": events, "more_body": True})
         await send({"type": "http.response.body"})

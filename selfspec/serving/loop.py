@@ -106,7 +106,8 @@ class EngineLoop:
         except Exception:
             _log.exception("the engine failed: every request ends, and /health says so")
         finally:
-            self._deliver(News(is_last=True))
+            self._news.is_last = True  # it may hold outputs that nobody waited for
+            self._deliver(self._news)
 
     def _turn(self, engine: LLMEngine) -> bool:
         """Do what is ordered, and run a program if there is something to decode; False: it is told to stop."""

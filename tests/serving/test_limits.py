@@ -14,11 +14,13 @@ import torch
 
 from selfspec import SamplingParams, SpeculativeConfig
 from selfspec.outputs import CompletionOutput, RequestOutput
-from selfspec.serving.app import create_app
+from selfspec.serving.app import Answer, create_app
+from selfspec.serving.bodies import CompletionWriter
 from selfspec.serving.calls import Call
 from selfspec.serving.config import ServerConfig
 from selfspec.serving.loop import EngineLoop
 from selfspec.serving.metrics import Metrics
+from selfspec.serving.protocol import CompletionRequest, Refusal
 from selfspec.serving.run import DrainingServer, bound
 from tests.helpers import Always
 from tests.serving.server import PATIENCE, Breaks, Gate, Slow, eventually, serving, speaker
@@ -267,6 +269,53 @@ def test_an_error_in_one_request_is_its_own():
     assert set(texts.values()) == {wanted.outputs[0].text}
     failed = {call.name: refusal.status for news in delivered for call, refusal in news.failed}
     assert failed == {"bad": 500, "other bad": 500}
+
+
+@pytest.mark.parametrize("end", ["late", "gone", "broken"])
+def test_the_pieces_of_an_answer_that_is_read_whole_are_counted_where_it_never_ends(pool, end):
+    policy, body = Slow(0.01), {"prompt": "x", "max_tokens": 450, "ignore_eos": True}
+    with serving(speaker(policy), max_num_seqs=1, request_timeout=0.5 if end == "late" else 99) as served:
+        patience = 0.5 if end == "gone" else PATIENCE
+        answer = pool.submit(httpx.post, f"{served.url}/v1/completions", json=body, timeout=patience)
+        if end == "broken":
+            eventually(lambda: served.metric("vllm:generation_tokens_total") > 9)
+            policy.seconds = "none"
+        assert isinstance(answer.exception(), httpx.ReadTimeout) if end == "gone" else answer.result().is_server_error
+        eventually(lambda: served.metric("vllm:time_to_first_token_seconds_count") == 1)
+        assert served.metric("vllm:inter_token_latency_seconds_count") > 5
+        assert served.metric("vllm:e2e_request_latency_seconds_count") == 0
+
+
+def test_headers_that_middleware_adds_to_a_stream_are_not_added_to_the_next():
+    class Refusing:
+        """A dispatcher whose calls end after the heads of their answers."""
+
+        def submit(self, call):
+            call.accept()
+            asyncio.get_running_loop().call_soon(call.fail, Refusal("too late", 504))
+
+        def end(self, call):
+            pass
+
+    async def sent():
+        starts = []
+
+        async def send(message):
+            if message["type"] == "http.response.start":
+                message["headers"].append((b"x-own", b"1"))
+                starts.append([name for name, _ in message["headers"]])
+
+        async def receive():
+            await asyncio.Event().wait()
+
+        for name in ("a", "b"):
+            call = Call(name, [[1]], SamplingParams(), 9.0)
+            writer = CompletionWriter(CompletionRequest(prompt="x", stream=True), call, "m", [])
+            await Answer(writer, Refusing())({}, receive, send)
+        return starts
+
+    first, second = asyncio.run(sent())
+    assert first == second and first.count(b"x-own") == 1
 
 
 @pytest.mark.parametrize("streams", [False, True])
