@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from selfspec.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from selfspec.control.plan import Plan, Policy
     from selfspec.decoding.results import Round, RowResult
@@ -15,7 +17,6 @@ if TYPE_CHECKING:
     from selfspec.outputs import CompletionOutput, Logprob, RequestOutput
     from selfspec.params import SamplingParams, SpeculativeConfig
 
-__version__ = "0.2.0"
 __all__ = [
     "LLM",
     "CacheFullError",

@@ -18,7 +18,6 @@ from typing import Any, Literal
 import torch
 import transformers
 
-import selfspec
 from selfspec.calibrate.measure import measure
 from selfspec.control.cost_table import Copies, Table
 from selfspec.control.costs import Costs
@@ -27,6 +26,7 @@ from selfspec.kernels.places import cache_folder, say_unkept
 from selfspec.model.exact import ExactStack
 from selfspec.model.fingerprint import device_name, heads_of, shape_of, weights_of
 from selfspec.model.stack import Stack
+from selfspec.version import __version__
 
 SCHEMA = 22  # version of costs files; files of other versions are not read
 PRIOR_SCHEMA = 2  # version of prior files
@@ -65,7 +65,7 @@ def costs_key(stack: Stack) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "selfspec": selfspec.__version__,
+        "selfspec": __version__,
     }
 
 

@@ -14,7 +14,7 @@ from selfspec.control.rows import RoundOutcome, RowOutcome, StageSeconds
 from selfspec.decoding.checked import CheckedPolicy
 from selfspec.decoding.policy_choice import Decodable, policy_for
 from selfspec.decoding.prefix_cache import PrefixCache
-from selfspec.decoding.prompt_chunks import PromptChunks
+from selfspec.decoding.prompt_chunks import chunks_for
 from selfspec.decoding.request import Completion, Request
 from selfspec.decoding.results import Round, RowResult
 from selfspec.decoding.row import Row
@@ -134,7 +134,7 @@ class Engine:
         if datastore is not None:
             datastore.check_fits(self.stack.vocab_size)
         self.max_batch_size, self.prefill_chunk = max_batch_size, prefill_chunk
-        self.chunks = PromptChunks(prefill_chunk, DEADLINE if self.stack.device.type == "cuda" else None)
+        self.chunks = chunks_for(self.stack, prefill_chunk)
         """How many of the prompts' tokens are read between two programs."""
         if has_prefixes and prefix is None:
             prefix = PrefixCache(self.stack.new_cache(max_cached_tokens // page_size, page_size), self.stack)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from time import perf_counter
+from typing import Any, Protocol
 
 import torch
 
+DEVICE_SECONDS, HOST_SECONDS = 1 / 30, 0.25  # of a chunk, while rows wait for their next round
 LEAST = 64  # tokens; on a device, fewer hardly take less time
 
 
@@ -31,6 +33,19 @@ class DeviceTimer:
 
     def seconds(self) -> float | None:
         return self._start.elapsed_time(self._end) / 1000 if self._end.query() else None
+
+
+class HostTimer:
+    """The time on the host."""
+
+    def __init__(self) -> None:
+        self._start = self._end = perf_counter()
+
+    def stop(self) -> None:
+        self._end = perf_counter()
+
+    def seconds(self) -> float:
+        return self._end - self._start
 
 
 class PromptChunks:
@@ -69,3 +84,13 @@ class PromptChunks:
         timer.stop()
         if num >= LEAST:  # the time of fewer is that of a forward, whatever their number
             self._running = num, timer
+
+
+def chunks_for(stack: Any, most: int) -> PromptChunks:
+    """Chunks of at most `most` tokens for a `selfspec.model.stack.Stack`.
+
+    On the processor only the compiled engine's are bounded, whose results do not depend on them, bit for bit.
+    """
+    if stack.device.type == "cuda":
+        return PromptChunks(most, DEVICE_SECONDS)
+    return PromptChunks(most, HOST_SECONDS if stack.engine == "compiled" else None, HostTimer)

@@ -192,6 +192,7 @@ def all_rows_end_with_one(state, num_kept, ended, last):
 @pytest.mark.parametrize(
     "fault", [content_of_a_token_less, room_as_it_was, the_token_fed_before, ended_rows_go_on, all_rows_end_with_one]
 )
+@pytest.mark.slow
 def test_faults_of_advancing_are_noticed(fault):
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
         check(Always(2, 3, num_rounds=99), requests(), kernels=REFERENCE._replace(advance=fault))

@@ -212,6 +212,7 @@ def rules_of_another_round(self, rows, min_confidence, stop, rule=None, honest=R
     ],
     ids=lambda one: getattr(one, "__name__", None),
 )
+@pytest.mark.slow
 def test_faults_of_rounds_with_second_choices_are_noticed(monkeypatch, owner, name, fault):
     kernels = REFERENCE._replace(**{name: fault}) if owner is None else REFERENCE
     if owner is not None:

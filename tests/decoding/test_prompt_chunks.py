@@ -6,8 +6,9 @@ from itertools import pairwise
 
 import pytest
 
+from selfspec.decoding import prompt_chunks
 from selfspec.decoding.engine import Engine
-from selfspec.decoding.prompt_chunks import LEAST, PromptChunks
+from selfspec.decoding.prompt_chunks import LEAST, PromptChunks, chunks_for
 from tests.helpers import Schedule, drain, generate, make_prompts
 from tests.models import build
 from tests.target import Target
@@ -122,3 +123,26 @@ def test_a_chunk_is_as_large_as_asked_for_where_no_row_waits():
         engine.step()
         read.append(device.progress())
     assert read == [256, 512]
+
+
+def test_on_the_processor_a_chunk_is_bounded_where_no_bit_depends_on_it(monkeypatch):
+    """The clock stands still for rounds, and each prompt token takes a hundredth of a second."""
+    assert chunks_for(Target(build("llama"), engine="views").stack, 512).size() == 512
+    target = Target(build("llama", max_position_embeddings=1024))
+    assert target.engine == "compiled"
+    prompts = make_prompts([5, 600], seed=3)
+    wanted = [generate(target.model, prompt, 60) for prompt in prompts]
+    engine = Engine(target, policy="plain", max_batch_size=2, max_cached_tokens=2048, prefill_chunk=256, burst=0)
+    monkeypatch.setattr(
+        prompt_chunks, "perf_counter", lambda: sum(row.num_cached for row in engine.rows if not row.is_read) / 100
+    )
+    engine.submit(prompts[0], max_new_tokens=60)
+    rounds = engine.step()
+    engine.submit(prompts[1], max_new_tokens=60)
+    read = []
+    while not all(row.is_read for row in engine.rows) or len(engine.rows) < 2:
+        rounds += engine.step()
+        read.append(engine.rows[-1].num_cached)
+    assert read[0] == 256 and {after - before for before, after in pairwise(read[:-1])} == {LEAST}
+    done = drain(engine, before=rounds).completions
+    assert [done[i].tokens for i in range(2)] == wanted

@@ -35,6 +35,8 @@ from tests.slow import slow
 from tests.target import Target
 from tests.tokenizers import byte_tokenizer
 
+pytestmark = pytest.mark.slow  # they show what the conformance suite would notice, not what the executors do
+
 SEEDS = 4
 
 

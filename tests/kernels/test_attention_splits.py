@@ -15,6 +15,7 @@ from selfspec.kernels import paged_attention, reference
 from selfspec.kernels.attention_splits import Device, tiling_of
 from tests.kernels import samples
 from tests.kernels.attention_bytes import decoding, interpreted, launches_of, moved_by
+from tests.slow import slow
 
 HEADS = [(32, 8, 128), (32, 32, 128), (9, 3, 64), (16, 8, 256)]
 
@@ -24,8 +25,10 @@ def of_recording(batch, context, new, heads):
     return decoding(batch, context, new, *heads, token_capacity(context, 1 << 30))
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 150}, {"chunk": 256}, {"split": 128}, {"tile_rows": 32}])
-@pytest.mark.parametrize("more", [0, 3000])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 150}, slow({"chunk": 256}), {"split": 128}, slow({"tile_rows": 32})]
+)
+@pytest.mark.parametrize("more", [slow(0), 3000])
 def test_bytes_are_those_that_the_interpreter_loads_and_stores(options, more):
     """A tile reads its keys once, and no partial result of a split beyond a row's end is written or read."""
     call = samples.paged([(397, 3), (0, 0), (130, 1), (3, 9)], 4, 2, 16, 16, padding=1)
@@ -106,10 +109,10 @@ def products_by_rows(monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"window": 70}, {"chunk": 96}, {"sinks": torch.tensor([0.5, 3.0, 0.0, -1.0])}, {"softcap": 2.0}],
+    [{}, {"window": 70}, slow({"chunk": 96}), {"sinks": torch.tensor([0.5, 3.0, 0.0, -1.0])}, slow({"softcap": 2.0})],
     ids=lambda options: next(iter(options), "plain"),
 )
-@pytest.mark.parametrize("trees", [False, True])
+@pytest.mark.parametrize("trees", [slow(False), True])
 def test_with_a_fixed_split_and_tile_a_row_has_the_same_bits_in_any_call(products_by_rows, options, trees):
     """Beside other rows, in another slot, in a recording for more tokens, in tiles that begin elsewhere."""
     fixed = {"tile_rows": 16, "split": 64, **options}
