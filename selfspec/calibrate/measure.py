@@ -62,6 +62,8 @@ def measure(
 ) -> Costs:
     """Time every part of a round. Progress is logged, see `selfspec.progress`.
 
+    Where rounds are recorded, this is `recorded.measure_recorded`, which reads `batch_sizes` and `repeats` alone.
+
     Args:
         batch_sizes: numbers of rows to measure; 1 is always added.
         widths: tokens of a single row's verifications. Several rows have `BATCH_WIDTHS` up to the largest of these.

@@ -95,8 +95,9 @@ def costs_of(stack: Stack, batch_size: int = 1) -> Costs:
 
 
 def covers(costs: Costs, batch_size: int) -> bool:
-    """Whether the costs include this batch size or `MOST_ROWS`."""
-    return costs.plain.points[-1] >= min(batch_size, MOST_ROWS)
+    """Whether the costs include this batch size, or the largest that is measured."""
+    most = MOST_ROWS if costs.recorded is None else min(MOST_ROWS, costs.recorded.rows)
+    return costs.plain.points[-1] >= min(batch_size, most)
 
 
 def read_costs(stack: Stack) -> Costs | None:

@@ -213,7 +213,7 @@ class Adaptive(Policy):
         step = int(context) // CONTEXT_STEP
         if self._round_costs is None or self._round_costs_for[0] != num_rows:
             self._round_costs, self._round_costs_for = (
-                RoundCosts(self.costs, num_rows, copies=self._has_copies),
+                RoundCosts(self.costs, num_rows, copies=self._has_copies, most=self._most),
                 (num_rows, -1),
             )
         if self._round_costs_for[1] != step:
@@ -253,7 +253,8 @@ class Adaptive(Policy):
                 self._ngrams.add(outcome.match, drafted, right, outcome.request_id, outcome.source)
         is_compared, is_probe = self._schedule.block > 0, any(o.shadow is not None for o in outcomes)
         forwards = seconds.draft + seconds.verify + seconds.head
-        probing = seconds.shadow + (0.0 if self.costs.recorded is None else forwards)  # else in a drafted round
+        # Where rounds are recorded, a probe takes a plain round's time, too; else it is part of a drafted round.
+        probing = seconds.shadow + (0.0 if self.costs.recorded is None else forwards)
         self._schedule.pass_round(forwards, probing if is_probe else None)
         self._correction.pass_round()
         if is_compared or (not is_probe and self._round % TIMING_INTERVAL == 0):

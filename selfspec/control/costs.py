@@ -89,8 +89,9 @@ class Costs:
 
     def recorded_length(self, num_rows: int) -> int | None:
         """The maximum draft length of recorded rounds, 0 for more rows than are recorded; None: rounds are not."""
-        limits = self.recorded
-        return limits and (limits.draft_length(num_rows) if num_rows <= limits.rows else 0)
+        if self.recorded is None:
+            return None
+        return self.recorded.draft_length(num_rows) if num_rows <= self.recorded.rows else 0
 
     def plain_round(self, num_rows: int, context: float = CONTEXT) -> float:
         """Seconds of a round of plain decoding."""

@@ -159,24 +159,24 @@ def _drafting(
     """The decision for the chosen layer; `right` is its acceptance rate by bin, `rate` tokens per second.
 
     The stop rule lets drafting continue while the draft's survival exceeds what one more token costs, measured in
-    tokens by the rate of the round. Where stopping early saves no time, there is no stop rule.
+    tokens by the rate of the round. Where stopping early saves no time, there is no such rule, and there are no second
+    choices: what they cost in recorded rounds is not measured.
     """
     line, rounds, rows = exit_layer - 1, costs.rounds(exit_layer, drafter), costs.num_rows
+    decision = Decision(
+        exit_layer=exit_layer, drafter=drafter, length=length, tokens=rate / rows, rounds=rounds, most=round(length)
+    )
+    if not costs.stops_early:
+        return decision
     acceptance = sum([chance * often for chance, often in zip(right, evidence.share[line].tolist(), strict=True)])
     value = rate / max(acceptance, 1e-6)  # of a second, in survival
     least, most = value * one_more(rounds, length, rows), MOST
     if least > acceptance ** (MIN_LENGTH_SHARE * length):  # costs have steps: use the average cost of a token
         least, most = min(least, value * each_of(rounds, length, rows)), max(1, math.ceil(length))
-    most = min(most, max(UNKNOWN, int(evidence.seen[line] + 1e-6))) if costs.stops_early else round(length)
-    return Decision(
-        exit_layer=exit_layer,
-        drafter=drafter,
-        length=length,
-        tokens=rate / rows,
-        rounds=rounds,
-        stop=SurvivalStop(right, least) if costs.stops_early else None,
+    return decision._replace(
+        stop=SurvivalStop(right, least),
         second_choices=_second_choices(exit_layer, drafter, right, length, rate, costs, evidence.seconds),
-        most=most,
+        most=min(most, max(UNKNOWN, int(evidence.seen[line] + 1e-6))),
     )
 
 
@@ -189,11 +189,8 @@ def _second_choices(
     costs: RoundCosts,
     seconds: SecondRates | None,
 ) -> SecondChoices | None:
-    """The rule for second choices of a draft of about `length` tokens; None where none is worth its cost.
-
-    Recorded rounds draft none: what they cost there is not measured.
-    """
-    if seconds is None or not costs.stops_early:
+    """The rule for second choices of a draft of about `length` tokens; None where none is worth its cost."""
+    if seconds is None:
         return None
     second = seconds.of(exit_layer)
     fixed, each = costs.branch_seconds(exit_layer, length, drafter)

@@ -103,9 +103,12 @@ class RoundCosts:
 
     Args:
         copies: whether 4-bit copies may draft, if their costs are known.
+        most: maximum draft length of early layers in recorded rounds.
     """
 
-    def __init__(self, costs: Costs, num_rows: int, context: float = CONTEXT, copies: bool = True) -> None:
+    def __init__(
+        self, costs: Costs, num_rows: int, context: float = CONTEXT, copies: bool = True, most: int = MOST
+    ) -> None:
         self.num_rows, self._costs = num_rows, costs
         recorded = costs.recorded_length(num_rows)
         self.stops_early = recorded is None
@@ -114,7 +117,7 @@ class RoundCosts:
         """Maximum draft length."""
         self._is_allowed = self.longest >= _LENGTHS
         if not self.stops_early:
-            self._is_allowed &= np.isin(_LENGTHS, RECORDED_LENGTHS)
+            self._is_allowed &= np.isin(_LENGTHS, [length for length in RECORDED_LENGTHS if length <= most])
         self.drafters: Sequence[Drafter] = Drafters(costs, copies=copies).now()
         """The drafters to choose from."""
         self._lookup_ratio = 1.0

@@ -28,6 +28,13 @@ def test_drafts_have_few_lengths_and_no_stop_rule(right):
         assert one.plan.shadow is None or one.plan.exit_layer is None
 
 
+@pytest.mark.parametrize("most", [1, 5, 30])
+def test_a_users_limit_is_part_of_the_decision(most):
+    given = recorded()
+    done = play(Adaptive(given, most=most), given, 200)
+    assert max(max(one.plan.draft_lengths) for one in done) == {1: 1, 5: 4, 30: 15}[most]
+
+
 def test_a_length_is_kept_where_another_gains_little():
     """Each change makes a recording, whose time a small gain does not repay."""
     given, dice = recorded(), iter(range(10_000))
