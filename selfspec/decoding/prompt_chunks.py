@@ -56,11 +56,18 @@ class PromptChunks:
         limit: seconds that a chunk is to take at most while rows wait for their next round; None: any, and no time is
             measured.
         new_timer: makes a running timer.
+        first: tokens of a chunk at most before any time is known; None: `most`.
     """
 
-    def __init__(self, most: int, limit: float | None, new_timer: Callable[[], Timer] = DeviceTimer) -> None:
+    def __init__(
+        self,
+        most: int,
+        limit: float | None,
+        new_timer: Callable[[], Timer] = DeviceTimer,
+        first: int | None = None,
+    ) -> None:
         self.most, self._limit, self._new_timer = most, limit, new_timer
-        self._size = most
+        self._size = most if first is None else min(first, most)
         self._running: tuple[int, Timer] | None = None  # a chunk's tokens, and its time
 
     def size(self) -> int:
@@ -93,4 +100,6 @@ def chunks_for(stack: Any, most: int) -> PromptChunks:
     """
     if stack.device.type == "cuda":
         return PromptChunks(most, DEVICE_SECONDS)
-    return PromptChunks(most, HOST_SECONDS if stack.engine == "compiled" else None, HostTimer)
+    if stack.engine == "compiled":
+        return PromptChunks(most, HOST_SECONDS, HostTimer, LEAST)
+    return PromptChunks(most, None)
