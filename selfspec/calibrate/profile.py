@@ -57,7 +57,7 @@ def costs_key(stack: Stack) -> dict[str, Any]:
         "engine": stack.engine,
         **({"packed": stack.compiled.num_bytes} if stack.compiled is not None else {}),
         **({"exact": [stack.rows, stack.wide, stack.runner is not None]} if isinstance(stack, ExactStack) else {}),
-        "recorded": None if stack.runner is None else type(stack.recorded).__name__,
+        **({"recorded": "fused" if stack.recorded is not None else "views"} if stack.runner is not None else {}),
         "exit_heads": None if stack.exit_heads is None else [stack.exit_heads.inner_size, *stack.exit_heads.layers],
         **({"ranks": stack.ranks.count} if stack.ranks is not None else {}),
         "device": device_name(stack.device),

@@ -27,7 +27,7 @@ Measure = Callable[[Recording, torch.device], float]  # the seconds that a repla
 MAX_MEMORY_SHARE = 0.5  # share of the free memory that packed copies may take
 # One rounding to the dtype, relative to a number. Float32 has room for products that are summed in another order.
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-MAX_ROUNDINGS = 4.0  # products summed in another order differ by up to about 1.5; a wrong layer differs by dozens
+MAX_ROUNDINGS = 4.0  # products summed in another order differ by up to about 1.5
 PAGE = 16
 CALLS = (  # two ragged rows, then what follows them: a chain and a tree
     (Span([2, 0], 0, 7), Span([1, 3], 0, 14)),
