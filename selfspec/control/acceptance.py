@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from selfspec.control.decay import Decayed, Floats, TokenClock
-from selfspec.control.plan import CONFIDENCE_EDGES, NUM_BINS, SecondChoices, confidence_bin
-from selfspec.control.rows import Shadow
+from selfspec.control.plan import CONFIDENCE_EDGES, NUM_BINS, Alternatives, confidence_bin
+from selfspec.core import ShadowPicks
 
 RECENT, LASTING, OVERALL = 20.0, 100.0, 2000.0  # half-lives of a layer's counts, in tokens emitted per row
 LASTING_WEIGHT, CURVE_WEIGHT = 8.0, 20.0  # pseudo-observations of the lasting rates and of the curve
@@ -109,7 +109,7 @@ class Tracker:
         """Count tokens that one layer drafted: the first `num_right` as hits, the others as misses."""
         self.add(layer, [at < num_right for at in range(len(confidences))], confidences)
 
-    def add_shadow(self, shadow: Shadow) -> None:
+    def add_shadow(self, shadow: ShadowPicks) -> None:
         """Count the shadow picks of several layers."""
         if not shadow.layers or not shadow.hits.size:
             return
@@ -251,7 +251,7 @@ class SecondRates:
         return tuple([by_group[group] for group in _SECOND_GROUPS])
 
 
-def likely_seconds(rule: SecondChoices, confidences: Sequence[float], most: int) -> list[int]:
+def likely_seconds(rule: Alternatives, confidences: Sequence[float], most: int) -> list[int]:
     """The draft positions, from 0 and ascending, at which to draft the second choice: the `most` most probable ones."""
     offers, survival = [], 1.0
     for at, confidence in enumerate(confidences):

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from selfspec.control.decay import Decayed, TokenClock
-from selfspec.control.plan import LOOKUP
+from selfspec.core import LOOKUP
 
 PLAIN, BY_EXIT, BY_COPIES, BY_LOOKUP = range(4)
 READINGS, LEAST = 9, 3  # measurements kept per drafter and size, and the number that a ratio needs

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from selfspec.control.cost_table import Copies, Table, read_by_rows, written
-from selfspec.control.plan import LOOKUP
+from selfspec.core import LOOKUP
 
 T = TypeVar("T")
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from selfspec.control.plan import LOOKUP, UNBOUNDED_ROUNDS, Plan, Policy
-from selfspec.control.rows import RowState
+from selfspec.control.plan import Policy
+from selfspec.core import LOOKUP, UNBOUNDED_ROUNDS, Plan, Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Plain(Policy):
     """Plain decoding."""
 
-    def plan(self, rows: Sequence[RowState]) -> Plan:
+    def plan(self, rows: list[Sequence]) -> Plan:
         return Plan(None, (0,) * len(rows), num_rounds=UNBOUNDED_ROUNDS)
 
 
@@ -31,7 +30,7 @@ class Fixed(Policy):
     draft_vocab: int | None = None
     draft_bits: int | None = None
 
-    def plan(self, rows: Sequence[RowState]) -> Plan:
+    def plan(self, rows: list[Sequence]) -> Plan:
         return Plan(
             self.exit_layer,
             (self.num_draft_tokens,) * len(rows),
@@ -48,5 +47,5 @@ class PromptLookup(Policy):
 
     num_draft_tokens: int = 10  # as published
 
-    def plan(self, rows: Sequence[RowState]) -> Plan:
+    def plan(self, rows: list[Sequence]) -> Plan:
         return Plan(LOOKUP, (self.num_draft_tokens,) * len(rows), num_rounds=UNBOUNDED_ROUNDS)

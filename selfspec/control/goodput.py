@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from selfspec.control.costs import Costs
-from selfspec.control.plan import LOOKUP, Plan, Policy
-from selfspec.control.rows import RoundOutcome, RowState
+from selfspec.control.plan import Policy
+from selfspec.core import LOOKUP, Plan, RoundOutput, Sequence
 
 # SmartSpec:
 HANDICAP = 1.1  # factor on the goodput of plain decoding
@@ -55,17 +55,17 @@ class SmartSpec(Policy):
     _window: deque[tuple[int, int]] = field(default_factory=deque, init=False, repr=False)
     _rows: dict[int, _Acceptance] = field(default_factory=dict, init=False, repr=False)  # by request
 
-    def plan(self, rows: Sequence[RowState]) -> Plan:
-        self._rows = {row.request_id: self._rows.get(row.request_id) or _Acceptance() for row in rows}
+    def plan(self, rows: list[Sequence]) -> Plan:
+        self._rows = {row.seq_id: self._rows.get(row.seq_id) or _Acceptance() for row in rows}
         if self._left <= 0 and rows:
             self._decide(rows)
         self._left -= 1
-        lengths = tuple(min(v, row.room - 1) for v, row in zip(self._share(rows), rows, strict=True))
+        lengths = tuple(min(v, row.num_remaining - 1) for v, row in zip(self._share(rows), rows, strict=True))
         return Plan(self.exit_layer if any(lengths) else None, lengths)
 
-    def observe(self, plan: Plan, rounds: Sequence[RoundOutcome]) -> None:
+    def observe(self, plan: Plan, rounds: list[RoundOutput]) -> None:
         for outcome in (row for round_ in rounds for row in round_.rows):
-            row = self._rows.get(outcome.request_id)
+            row = self._rows.get(outcome.seq_id)
             if row is None or not outcome.num_judged:
                 continue
             datum = outcome.num_accepted, outcome.num_judged
@@ -87,12 +87,12 @@ class SmartSpec(Policy):
         exit_layer = self.exit_layer if num_draft_tokens else None
         return tokens / max(self.costs.round(exit_layer, (num_draft_tokens,) * num_rows, context), 1e-12)
 
-    def _decide(self, rows: Sequence[RowState]) -> None:
+    def _decide(self, rows: list[Sequence]) -> None:
         self._left = INTERVAL
         if self._off >= PROBE:
             self._length = self.most
         else:
-            context = self.costs.context_of([row.content_length for row in rows])
+            context = self.costs.context_of([row.num_tokens for row in rows])
             best = HANDICAP * self.goodput(0, len(rows), context)
             self._length = 0
             while self._length < self.most:
@@ -102,11 +102,11 @@ class SmartSpec(Policy):
                 self._length, best = self._length + 1, goodput
         self._off = 0 if self._length else self._off + INTERVAL
 
-    def _share(self, rows: Sequence[RowState]) -> list[int]:
+    def _share(self, rows: list[Sequence]) -> list[int]:
         """Each row's length: v = int(0.5 + (k - 1) B alpha / sum of alphas) + 1."""
         if not self._length:
             return [0] * len(rows)
-        rates = [self._rows[row.request_id].rate(UNKNOWN) for row in rows]
+        rates = [self._rows[row.seq_id].rate(UNKNOWN) for row in rows]
         total = sum(rates)
         if total <= 0:
             return [self._length] * len(rows)
@@ -124,13 +124,13 @@ class SmartSpecLookup(SmartSpec):
     exit_layer: int = field(default=LOOKUP, init=False)
     _matched: float = field(default=1.0, init=False)
 
-    def observe(self, plan: Plan, rounds: Sequence[RoundOutcome]) -> None:
+    def observe(self, plan: Plan, rounds: list[RoundOutput]) -> None:
         SmartSpec.observe(self, plan, rounds)
         if plan.exit_layer != LOOKUP:
             return
         lengths = dict(zip(self._rows, plan.draft_lengths, strict=True))
         for outcome in (row for round_ in rounds for row in round_.rows):
-            if lengths[outcome.request_id]:
+            if lengths[outcome.seq_id]:
                 self._matched += 0.05 * ((outcome.num_drafted > 0) - self._matched)
 
     def goodput(self, num_draft_tokens: int, num_rows: int, context: float) -> float:
@@ -158,9 +158,9 @@ class Synergy(Policy):
     accepted: tuple[float, ...] = ()  # measured accepted tokens by draft length 0, 1, 2, ..; empty: the paper's fit
     _lengths: dict[int, int] = field(default_factory=dict, init=False, repr=False)  # by batch size
 
-    def plan(self, rows: Sequence[RowState]) -> Plan:
+    def plan(self, rows: list[Sequence]) -> Plan:
         length = self.length(len(rows)) if rows else 0
-        lengths = tuple(min(length, row.room - 1) for row in rows)
+        lengths = tuple(min(length, row.num_remaining - 1) for row in rows)
         return Plan(self.exit_layer if any(lengths) else None, lengths)
 
     def length(self, batch_size: int) -> int:

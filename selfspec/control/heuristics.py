@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import abc, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import ceil, exp
 
-from selfspec.control.plan import Plan, Policy
-from selfspec.control.rows import RoundOutcome, RowState
+from selfspec.control.plan import Policy
+from selfspec.core import Plan, RoundOutput, Sequence
 
 # GammaTune:
 ETA = 0.3  # weight of the newest round
@@ -36,18 +36,18 @@ class FiniteState(Policy):
     most: int = 18
     _lengths: dict[int, int] = field(default_factory=dict, init=False, repr=False)  # by request
 
-    def plan(self, rows: Sequence[RowState]) -> Plan:
+    def plan(self, rows: list[Sequence]) -> Plan:
         first = max(1, min(self.num_draft_tokens, self.most))
-        self._lengths = {row.request_id: self._lengths.get(row.request_id, first) for row in rows}
-        lengths = tuple(min(self._lengths[row.request_id], row.room - 1) for row in rows)
+        self._lengths = {row.seq_id: self._lengths.get(row.seq_id, first) for row in rows}
+        lengths = tuple(min(self._lengths[row.seq_id], row.num_remaining - 1) for row in rows)
         return Plan(self.exit_layer if any(lengths) else None, lengths)
 
-    def observe(self, plan: Plan, rounds: Sequence[RoundOutcome]) -> None:
+    def observe(self, plan: Plan, rounds: list[RoundOutput]) -> None:
         for outcome in (row for round_ in rounds for row in round_.rows):
-            length = self._lengths.get(outcome.request_id)
+            length = self._lengths.get(outcome.seq_id)
             if length is not None and outcome.num_drafted:
                 length += 1 if outcome.num_accepted >= outcome.num_drafted else -1
-                self._lengths[outcome.request_id] = max(1, min(length, self.most))
+                self._lengths[outcome.seq_id] = max(1, min(length, self.most))
 
 
 @dataclass(slots=True)
@@ -70,15 +70,15 @@ class GammaTune(Policy):
     min_confidence: float = 0.0
     _rows: dict[int, _Length] = field(default_factory=dict, init=False, repr=False)  # by request
 
-    def plan(self, rows: Sequence[RowState]) -> Plan:
+    def plan(self, rows: list[Sequence]) -> Plan:
         first = int(_clip(self.num_draft_tokens))
-        self._rows = {row.request_id: self._rows.get(row.request_id) or _Length(first, first) for row in rows}
-        lengths = tuple(min(self._rows[row.request_id].length, row.room - 1) for row in rows)
+        self._rows = {row.seq_id: self._rows.get(row.seq_id) or _Length(first, first) for row in rows}
+        lengths = tuple(min(self._rows[row.seq_id].length, row.num_remaining - 1) for row in rows)
         return Plan(self.exit_layer, lengths, self.min_confidence) if any(lengths) else Plan(None, lengths)
 
-    def observe(self, plan: Plan, rounds: Sequence[RoundOutcome]) -> None:
+    def observe(self, plan: Plan, rounds: list[RoundOutput]) -> None:
         for outcome in (row for round_ in rounds for row in round_.rows):
-            row = self._rows.get(outcome.request_id)
+            row = self._rows.get(outcome.seq_id)
             if row is None or not outcome.num_drafted:
                 continue
             if outcome.num_accepted >= outcome.num_drafted:  # including drafts that ended early by low confidence
@@ -124,17 +124,17 @@ class DraftVerify(Policy):
     keep_threshold: float = 0.9  # and beta 2
     _rows: dict[int, _Threshold] = field(default_factory=dict, init=False, repr=False)  # by request
 
-    def plan(self, rows: Sequence[RowState]) -> Plan:
-        self._rows = {row.request_id: self._rows.get(row.request_id) or _Threshold(self.threshold) for row in rows}
-        lengths = tuple(min(self.most, row.room - 1) for row in rows)
+    def plan(self, rows: list[Sequence]) -> Plan:
+        self._rows = {row.seq_id: self._rows.get(row.seq_id) or _Threshold(self.threshold) for row in rows}
+        lengths = tuple(min(self.most, row.num_remaining - 1) for row in rows)
         if not any(lengths):
             return Plan(None, lengths)
         threshold = sum(row.threshold for row in self._rows.values()) / len(self._rows)
         return Plan(self.exit_layer, lengths, threshold)
 
-    def observe(self, plan: Plan, rounds: Sequence[RoundOutcome]) -> None:
+    def observe(self, plan: Plan, rounds: list[RoundOutput]) -> None:
         for outcome in (row for round_ in rounds for row in round_.rows):
-            row = self._rows.get(outcome.request_id)
+            row = self._rows.get(outcome.seq_id)
             if row is not None and outcome.num_drafted:
                 self._learn(row, outcome.num_accepted / outcome.num_drafted)
 
@@ -172,17 +172,17 @@ class DSDE(Policy):
     num_draft_tokens: int = 5  # in the rounds of calibration
     _rows: dict[int, _Divergences] = field(default_factory=dict, init=False, repr=False)  # by request
 
-    def plan(self, rows: Sequence[RowState]) -> Plan:
+    def plan(self, rows: list[Sequence]) -> Plan:
         first = self.num_draft_tokens
-        self._rows = {row.request_id: self._rows.get(row.request_id) or _Divergences(first) for row in rows}
-        predicted = [self._rows[row.request_id].predicted for row in rows]
+        self._rows = {row.seq_id: self._rows.get(row.seq_id) or _Divergences(first) for row in rows}
+        predicted = [self._rows[row.seq_id].predicted for row in rows]
         cap = ceil(sum(predicted) / len(rows)) if rows else 0
-        lengths = tuple(min(ceil(sl), cap, row.room - 1) for sl, row in zip(predicted, rows, strict=True))
+        lengths = tuple(min(ceil(sl), cap, row.num_remaining - 1) for sl, row in zip(predicted, rows, strict=True))
         return Plan(self.exit_layer if any(lengths) else None, lengths, keep_divergence=any(lengths))
 
-    def observe(self, plan: Plan, rounds: Sequence[RoundOutcome]) -> None:
+    def observe(self, plan: Plan, rounds: list[RoundOutput]) -> None:
         for outcome in (row for round_ in rounds for row in round_.rows):
-            row = self._rows.get(outcome.request_id)
+            row = self._rows.get(outcome.seq_id)
             divergences = [max(0.0, min(d, LARGEST)) for d in outcome.divergences if d == d]  # without NaN
             if row is None or not divergences:
                 continue
@@ -210,7 +210,7 @@ def _instability(divergences: Iterable[float]) -> float:
     return _weighted_variance(newest_first[:SHORT_WINDOW]) / long if long > EPSILON else 1.0
 
 
-def _weighted_variance(newest_first: Sequence[float]) -> float:
+def _weighted_variance(newest_first: abc.Sequence[float]) -> float:
     weights = [DISCOUNT**age for age in range(len(newest_first))]
     total = sum(weights)
     mean = sum(w * x for w, x in zip(weights, newest_first, strict=True)) / total

@@ -16,8 +16,9 @@ import numpy as np
 
 from selfspec.control.acceptance import SecondRates
 from selfspec.control.decay import Floats
-from selfspec.control.plan import LookupTable, Plan, SecondChoices, ShadowPlan, SurvivalStop
+from selfspec.control.plan import Alternatives, LookupTable, ShadowPlan, SurvivalStop
 from selfspec.control.round_costs import BY_LAYERS, MOST, Drafter, RoundCosts, each_of, one_more
+from selfspec.core import Plan
 
 HANDICAP = 1.05  # expected speedup from which on drafting starts (cf. arXiv 2406.14066)
 CONTINUE = 0.97  # expected speedup below which drafting ends; drafts give better estimates than shadow picks
@@ -57,7 +58,7 @@ class Decision(NamedTuple):
     tokens: float = 0.0  # expected tokens per row and second, not corrected
     rounds: Sequence[float] = (0.0,) * (MOST + 1)  # seconds of a round by drafted tokens per row
     stop: SurvivalStop | None = None
-    second_choices: SecondChoices | None = None
+    second_choices: Alternatives | None = None
     most: int = MOST  # maximum draft length
 
     def plan(
@@ -72,7 +73,7 @@ class Decision(NamedTuple):
             stop=self.stop,
             keep_confidence=self.exit_layer is not None,
             shadow=shadow,
-            second_choices=self.second_choices,
+            second_choices=self.alternatives,
             draft_vocab=self.drafter.draft_vocab,
             draft_bits=self.drafter.draft_bits,
             speedup=1.0 if self.exit_layer is None else self.speedup,
@@ -188,7 +189,7 @@ def _second_choices(
     rate: float,
     costs: RoundCosts,
     seconds: SecondRates | None,
-) -> SecondChoices | None:
+) -> Alternatives | None:
     """The rule for second choices of a draft of about `length` tokens; None where none is worth its cost."""
     if seconds is None:
         return None
@@ -197,7 +198,7 @@ def _second_choices(
     # The bound for the first token; later second choices are accepted less often.
     if max([(1 - chance) * other for chance, other in zip(right, second, strict=True)]) <= each * rate:
         return None
-    return SecondChoices(right, second, each * rate, MAX_SECOND_CHOICES, fixed * rate / costs.num_rows)
+    return Alternatives(right, second, each * rate, MAX_SECOND_CHOICES, fixed * rate / costs.num_rows)
 
 
 def could_pay(costs: RoundCosts, layers: Sequence[int], speedup: float, time_ratio: float) -> tuple[int, ...]:

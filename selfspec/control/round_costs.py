@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from selfspec.control.costs import CONTEXT, LOOKUP_SECONDS, Costs
 from selfspec.control.decay import Floats
-from selfspec.control.rows import Vocabulary
+
+if TYPE_CHECKING:
+    from selfspec.model.draft_vocabulary import Frequencies
 
 MOST = 18  # maximum draft length
 # Draft lengths of recorded rounds, which need a recording for each; and the exit layers, in sixteenths of the layers.
@@ -57,7 +59,7 @@ BY_LAYERS = Drafter()
 class Drafters:
     """The layers, their copies if there are any, and draft vocabularies for each with a head dearer than a layer."""
 
-    def __init__(self, costs: Costs, vocabulary: Vocabulary | None = None, copies: bool = False) -> None:
+    def __init__(self, costs: Costs, vocabulary: Frequencies | None = None, copies: bool = False) -> None:
         self._vocabulary = vocabulary
         self._over_all = [BY_LAYERS]
         if copies and costs.copies is not None:
