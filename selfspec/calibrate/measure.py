@@ -17,9 +17,9 @@ from selfspec.calibrate.readings import Readings, low
 from selfspec.calibrate.recorded import measure_recorded
 from selfspec.calibrate.timed_rounds import FURTHER, SHADOW_POSITIONS, TimedRounds, shadow_seconds
 from selfspec.control.costs import CONTEXT, Costs
-from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SecondChoices
+from selfspec.control.plan import NUM_BINS, Alternatives
+from selfspec.core import LOOKUP, Plan, SamplingParams
 from selfspec.executors.cuda.capture import CannotCapture
-from selfspec.executors.pick import Sampling
 from selfspec.model.stack import Stack
 from selfspec.progress import report
 
@@ -257,8 +257,8 @@ class _Measurement:
 
     def branches(self, drafted: int, more: int) -> None:
         """Time the last early pass of a draft with `more` second choices."""
-        rule = SecondChoices((0.5,) * NUM_BINS, (1.0,) * NUM_BINS, 0.0, more)
-        plan = Plan(self.middle, (drafted,), keep_confidence=True, second_choices=rule if more else None)
+        rule = Alternatives((0.5,) * NUM_BINS, (1.0,) * NUM_BINS, 0.0, more)
+        plan = Plan(self.middle, (drafted,), keep_confidence=True, alternatives=rule if more else None)
         single, *warm = self.laps(1, plan)
         for laps in warm or [single]:
             self.keep("wide", 1, 1 + more, laps["draft"][-1])
@@ -283,7 +283,7 @@ class _Measurement:
         start = self.now()
         logits = self.stack.logits(hidden, self.middle)
         between = self.now()
-        picks = self.picker(logits, [Sampling()] * num_tokens, range(num_tokens)).tokens
+        picks = self.picker(logits, [SamplingParams()] * num_tokens, range(num_tokens)).tokens
         torch.stack([picks, picks]).tolist()  # a round copies drafts and picks to the host
         self.keep("head", 1, num_tokens, between - start)
         self.keep("pick", 1, num_tokens, self.now() - between)

@@ -8,7 +8,7 @@ from typing import Any
 
 from selfspec.control.cost_table import Copies, Table
 from selfspec.control.costs import Costs
-from selfspec.control.plan import LOOKUP
+from selfspec.core import LOOKUP
 
 LOW = 1 / 8  # the quantile of `low`
 MOST_OF_MEDIAN = 4.0  # `mean` caps readings at this multiple of the median

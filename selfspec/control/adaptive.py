@@ -20,7 +20,6 @@ from selfspec.control.costs import Costs
 from selfspec.control.decay import TokenClock
 from selfspec.control.ngrams import NgramStats, table
 from selfspec.control.plan import (
-    DRAFTS,
     OWN_TEXT,
     SEED_POSITIONS,
     LookupTable,
@@ -32,7 +31,7 @@ from selfspec.control.plan import (
 from selfspec.control.planner import HANDICAP, MARGIN, Decision, Evidence, could_pay, decide
 from selfspec.control.round_costs import MOST, MOST_FOUND, Drafters, RoundCosts, recorded_exits
 from selfspec.control.schedule import Schedule
-from selfspec.core import LOOKUP, Plan, RoundOutput, RowRound, Sequence, ShadowPicks
+from selfspec.core import DRAFTERS, LOOKUP, Plan, RoundOutput, RowRound, Sequence, ShadowPicks
 
 if TYPE_CHECKING:
     from selfspec.model.draft_vocabulary import Frequencies
@@ -50,7 +49,7 @@ class Adaptive(Policy):
         prior: the `state` of an earlier instance for the same model.
         exit_layers: exit layers to choose from; default: all, or `recorded_exits` where rounds are recorded.
         most: maximum draft length; default: no limit beyond `MOST` and `MOST_FOUND`.
-        drafts: sources of drafts, some of `DRAFTS`.
+        drafts: sources of drafts, some of `DRAFTERS`.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class Adaptive(Policy):
         prior: Any = None,
         exit_layers: abc.Sequence[int] | None = None,
         most: int | None = None,
-        drafts: abc.Sequence[str] = DRAFTS,
+        drafts: abc.Sequence[str] = DRAFTERS,
     ) -> None:
         self.costs = costs
         self._most = MOST if most is None else min(most, MOST)

@@ -73,7 +73,6 @@ class Decision(NamedTuple):
             stop=self.stop,
             keep_confidence=self.exit_layer is not None,
             shadow=shadow,
-            second_choices=self.alternatives,
             draft_vocab=self.drafter.draft_vocab,
             draft_bits=self.drafter.draft_bits,
             speedup=1.0 if self.exit_layer is None else self.speedup,

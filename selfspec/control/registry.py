@@ -11,7 +11,8 @@ from selfspec.control.del_ import DynamicExit
 from selfspec.control.fixed import Fixed, Plain, PromptLookup
 from selfspec.control.goodput import SmartSpec, SmartSpecLookup, Synergy
 from selfspec.control.heuristics import DSDE, DraftVerify, FiniteState, GammaTune, GammaTunePlus
-from selfspec.control.plan import DRAFTS, REMOVED_DRAFTS, Policy
+from selfspec.control.plan import Policy
+from selfspec.core import DRAFTERS
 from selfspec.errors import whole
 
 DEFAULT_POLICY = "adaptive"
@@ -104,7 +105,7 @@ def make_policy(
             and both `smartspec`.
         costs: returns the cost table of this machine, for the policies that need it.
         prior: the `state` of an earlier `Adaptive` for this model, for `adaptive`.
-        drafts: sources of drafts of `adaptive`, some of `DRAFTS`; default: all.
+        drafts: sources of drafts of `adaptive`, some of `DRAFTERS`; default: all.
         draft_vocab: tokens that `fixed` drafts over, the most frequent ones; default: the whole vocabulary. `adaptive`
             chooses it; the other published policies draft over the whole vocabulary, as they were published.
 
@@ -125,21 +126,21 @@ def make_policy(
         return Plain()
     if POLICIES[policy].needs_costs and costs is None:
         raise ValueError(f"the policy {policy!r} needs costs, got none; give a function that returns a Costs")
-    given = exit_layer, num_draft_tokens, costs or _unmeasured, prior, drafts or DRAFTS, draft_vocab
+    given = exit_layer, num_draft_tokens, costs or _unmeasured, prior, drafts or DRAFTERS, draft_vocab
     return POLICIES[policy].make(PolicyRequest(num_layers, *given))
 
 
 def removed_among(drafts: Sequence[str]) -> str:
     """The end of an error message that names removed sources among `drafts`; empty without any."""
-    removed = [name for name in REMOVED_DRAFTS if name in drafts]
+    removed = [name for name in () if name in drafts]
     return f" (removed: {', '.join(removed)})" if removed else ""
 
 
 def _check_drafts(drafts: Any) -> None:
     are_several = isinstance(drafts, Collection) and not isinstance(drafts, str)
-    if not (are_several and drafts and set(drafts) <= set(DRAFTS)):
+    if not (are_several and drafts and set(drafts) <= set(DRAFTERS)):
         removed = removed_among(drafts) if are_several else ""
-        raise ValueError(f"drafts must hold some of {', '.join(DRAFTS)}, got {drafts!r}{removed}")
+        raise ValueError(f"drafts must hold some of {', '.join(DRAFTERS)}, got {drafts!r}{removed}")
     if set(drafts) <= {"copies", "tree"}:
         raise ValueError(f"drafts must hold exit or lookup, which copies and tree only modify, got {drafts!r}")
 

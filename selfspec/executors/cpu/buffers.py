@@ -48,8 +48,8 @@ class Drafter(NamedTuple):
     stop_rule: StopRule
     with_sure: bool  # report confidences
     rounded: bool  # draft by 4-bit copies of the layers
-    second_choices: SecondChoiceRule | None = None
     exit_head: PackedExitHead | None = None  # the trained head of the exit layer
+    second_choices: SecondChoiceRule | None = None
 
 
 # The fields of a `selfspec.control.plan.LookupTable`: draft lengths, gains and needs.
@@ -76,12 +76,9 @@ class RowResult(NamedTuple):
     """The result of one round for one row."""
 
     drafted: list[int]
-    parents: tuple[int, ...] | None  # parent node of each drafted token; None: the draft is a chain
-    chain: int  # first drafted tokens: those that a layer drafted one after another
-    path: Sequence[int]  # accepted nodes, from node 0 on
-    block: list[int]  # the target's pick at each accepted node
-    sure: list[float]  # confidences of the chain
-    match: int  # match length of a draft by lookup, else 0
+    token_ids: list[int]  # accepted drafts, then the target's own pick
+    confidences: list[float]  # of the drafted tokens
+    match_length: int  # of a draft by lookup, else 0
     source: int  # of such a draft: one of `selfspec.control.plan.SOURCES`
     logprobs: list[TokenLogprobs] | None = None  # of the block, if the row requests them
 
@@ -279,13 +276,9 @@ class Buffers:
         of_rows = zip(counts, chains, accepted, matches, sources, strict=True)
         for at, (length, chain, right, match, source) in enumerate(of_rows):
             first, to = at * max_draft, at * (max_draft + 1)
-            path, tree = range(right), None
-            if length != chain and (parents := tuple(self._parents[first : first + length])) != tuple(range(length)):
-                path, tree = self._path[to : to + right], parents
             block, confidences = picks[to : to + right], sure[first : first + chain] if with_sure else []
             row_logprobs = None if logprobs is None else logprobs.read(at, block)
-            drafted_tokens = tokens[first : first + length]
-            rows.append(RowResult(drafted_tokens, tree, chain, path, block, confidences, match, source, row_logprobs))
+            rows.append(RowResult(tokens[first : first + length], block, confidences, match, source, row_logprobs))
         results = []
         for at in range(num_rounds):
             row, step = at * count, at * 3 * max_draft
