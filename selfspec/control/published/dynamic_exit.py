@@ -1,4 +1,4 @@
-"""`DynamicExit`: the exit layer with the most expected tokens per loaded layer, from the shadow picks of all layers."""
+"""DEL (arXiv 2504.05598): the exit layer with the most expected tokens per loaded layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(slots=True)
 class DynamicExit(Policy):
-    """DEL (arXiv 2504.05598): the exit layer by tokens per layer (TPL), the draft length by confidence.
+    """The exit layer by tokens per layer (TPL), the draft length by confidence.
 
     After each round every layer's picks are compared with the target's. For exit layer l with hit rate alpha, a draft
     of d tokens has TPL = (1 + alpha + .. + alpha^d) / (d l + L). The largest TPL chooses the layer only. A draft ends
