@@ -58,11 +58,11 @@ def compiled_shadow(
     hidden, target, picks = hidden.contiguous(), target.contiguous(), picks.contiguous()
     num_layers, num_positions, size = hidden.shape
     hits = picks.new_empty(num_layers, num_positions, dtype=torch.bool)
-    sure = hidden.new_empty(num_layers, num_positions)
+    confidences = hidden.new_empty(num_layers, num_positions)
     at = (ctypes.c_int64 * num_positions)(*positions)
     sampling_buffer = ctypes.create_string_buffer(sampling, len(sampling))
     penalties = () if penalty is None else (penalty.seen.contiguous(), penalty.bias.contiguous())
-    inputs = c.Looking(
+    inputs = c.ProbeArgs(
         *(num_layers, num_positions, size, target.shape[1], num_likely, len(others)),
         *(
             ctypes.addressof(head),
@@ -71,11 +71,11 @@ def compiled_shadow(
             others.data_ptr(),
         ),
         *(hidden.data_ptr(), target.data_ptr(), picks.data_ptr(), ctypes.addressof(sampling_buffer)),
-        *(ctypes.addressof(at), hits.data_ptr(), sure.data_ptr(), body.norm.eps),
+        *(ctypes.addressof(at), hits.data_ptr(), confidences.data_ptr(), body.norm.eps),
         *(one.data_ptr() for one in penalties),
     )
     products = hidden.numel() * (1 + num_likely + len(others))
     threads = min(body.threads(num_positions), num_positions) if products > MAX_SINGLE_THREAD else 1
     memory = picks.new_empty(threads * lib.selfspec_shadow_words(ctypes.byref(inputs)))
     lib.selfspec_shadow(ctypes.byref(inputs), memory.data_ptr(), threads)
-    return hits, sure
+    return hits, confidences
