@@ -65,17 +65,9 @@ def compiled_pick(
     threads = min(torch.get_num_threads(), count) if count * size > MAX_SINGLE_THREAD else 1
     memory = logits.new_empty(threads * lib.selfspec_pick_floats(size))
     names, stride = (None, 0) if tokens is None else (tokens.data_ptr(), tokens.stride(0) if tokens.dim() > 1 else 0)
+    at = (ctypes.c_int64 * count)(*positions)
     lib.selfspec_pick(
-        *(
-            logits.data_ptr(),
-            logits.stride(0),
-            count,
-            size,
-            params,
-            (ctypes.c_int64 * count)(*positions),
-            names,
-            stride,
-        ),
+        *(logits.data_ptr(), logits.stride(0), count, size, params, at, names, stride),
         *(picks.data_ptr(), None if confidences is None else confidences.data_ptr()),
         *(memory.data_ptr(), threads),
     )

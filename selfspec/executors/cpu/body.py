@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from selfspec.executors.cpu.buffer_pool import BufferPool
 from selfspec.executors.cpu.exit_head import PackedExitHeads
 from selfspec.executors.cpu.four_bit import PackedInt4, RoundedLayers
 from selfspec.executors.cpu.packed import Packed, fits_half, pack_layer
 from selfspec.executors.cpu.rotary import RotaryTables
-from selfspec.executors.cpu.spare import BufferPool
 from selfspec.kernels import compiled_call as c
 from selfspec.kernels.layout import Norm
 from selfspec.kernels.room import LargePageAllocator
@@ -88,7 +88,7 @@ class CompiledBody:
         self._num_edits, self._sums = self._count_edits(), self._checksums()
         self.version = 0
         """How often `refresh` found edited weights."""
-        self.buffer_pool = BufferPool[Any]()
+        self.buffer_pool = BufferPool()
         """Buffers of compiled rounds; see `selfspec.executors.cpu.rounds`."""
         self.threads_for_few: int | None = None
         """Maximum threads for calls of at most `FEW` tokens. None: all of torch's threads."""
