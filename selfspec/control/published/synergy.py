@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from selfspec.control.costs import Costs
@@ -37,10 +36,6 @@ class Synergy(Policy):
             most = min(self.most, len(self.accepted) - 1) if self.accepted else self.most
             self._lengths[batch_size] = min(range(most + 1), key=lambda s: self._seconds_per_token(batch_size, s))
         return self._lengths[batch_size]
-
-    def table(self, batch_sizes: Iterable[int]) -> dict[int, int]:
-        """Draft length by batch size, for display."""
-        return {batch_size: self.length(batch_size) for batch_size in batch_sizes}
 
     def _seconds_per_token(self, batch_size: int, num_speculative_tokens: int) -> float:
         s = num_speculative_tokens
