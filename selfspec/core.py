@@ -248,7 +248,6 @@ class Sequence:
     request_id: str = ""
     index: int = 0  # which of the request's `n` outputs
     stopper: Stopper = None  # type: ignore[assignment]  # set by the scheduler
-    lookup: RowLookup | None = None  # drafts by lookup, and how often they would have been right; None: no lookup
     pages: tuple[int, ...] = ()  # its KV pages, in order
     num_cached: int = 0
     num_found: int = 0  # prompt tokens whose keys and values were in the prefix cache
@@ -260,8 +259,10 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's tokens but the first
     blocks: list[Any] = field(default_factory=list)  # its first pages, which other sequences may read
     num_edits: int | None = None  # of weights in place, before it joined; None: no prefix cache
-    has_pages: bool = True  # they are given back once
+    has_pages: bool = False  # they are given back once
     has_raised: bool = False  # its own processor or criterion did, or it was interrupted: the engine aborts it
+    new_lookup: Callable[[abc.Sequence[int]], RowLookup] | None = None  # of its tokens; None: no lookup
+    _lookup: RowLookup | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -281,6 +282,14 @@ class Sequence:
         return self.max_length - len(self.token_ids)
 
     @property
+    def lookup(self) -> RowLookup:
+        """Drafts by lookup, and how often they would have been right. Its index is built at the first use."""
+        if self._lookup is None:
+            assert self.new_lookup is not None
+            self._lookup = self.new_lookup(self.token_ids)
+        return self._lookup
+
+    @property
     def identity(self) -> tuple[int, int]:
         """Constant while the sequence lives, and different from other sequences."""
         return self.seq_id, self.max_length
@@ -296,6 +305,15 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
+
+    def append(self, row: RowRound) -> None:
+        """Take a round's tokens; keys and values beyond them are left to be overwritten."""
+        self.token_ids += row.token_ids
+        self.num_cached = len(self.token_ids) - 1
+        self.logprobs += row.logprobs or []
+        if row.logits is not None and row.scores is not None:
+            self.logits += row.logits[: len(row.token_ids)]
+            self.scores += row.scores[: len(row.token_ids)]
 
     def blame(self) -> _Blame:
         """A context in which what is raised is this request's fault: its own code runs there."""
@@ -391,6 +409,22 @@ class RowRound:
     @property
     def seq_id(self) -> int:
         return self.sequence.seq_id
+
+    def cut(self, num_kept: int) -> None:
+        """Keep the first tokens, where the sequence ends; drafted tokens beyond its end were not judged."""
+        if num_kept < len(self.token_ids):
+            self.token_ids = self.token_ids[:num_kept]
+            self.logprobs = None if self.logprobs is None else self.logprobs[:num_kept]
+        if num_kept < self.num_accepted:
+            self.num_drafted = min(self.num_chain_accepted, num_kept)
+            self.num_accepted, self.alternative = num_kept, None
+            self.confidences = self.confidences[: self.num_drafted]
+            self.divergences = self.divergences[: self.num_drafted]
+
+    @property
+    def num_chain_accepted(self) -> int:
+        """Accepted tokens of the draft without its branches."""
+        return self.num_accepted - bool(self.alternative)
 
     @property
     def num_emitted(self) -> int:

@@ -17,9 +17,8 @@ from selfspec.calibrate.readings import Readings, low
 from selfspec.calibrate.recorded import measure_recorded
 from selfspec.calibrate.timed_rounds import FURTHER, SHADOW_POSITIONS, TimedRounds, shadow_seconds
 from selfspec.control.costs import CONTEXT, Costs
-from selfspec.core import LOOKUP, Plan
+from selfspec.core import LOOKUP, Plan, SamplingParams
 from selfspec.executors.cuda.capture import CannotCapture
-from selfspec.executors.pick import Sampling
 from selfspec.model.stack import Stack
 from selfspec.progress import report
 
@@ -271,7 +270,7 @@ class _Measurement:
         start = self.now()
         logits = self.stack.logits(hidden, self.middle)
         between = self.now()
-        picks = self.picker(logits, [Sampling()] * num_tokens, range(num_tokens)).tokens
+        picks = self.picker(logits, [SamplingParams()] * num_tokens, range(num_tokens)).tokens
         torch.stack([picks, picks]).tolist()  # a round copies drafts and picks to the host
         self.keep("head", 1, num_tokens, between - start)
         self.keep("pick", 1, num_tokens, self.now() - between)

@@ -9,15 +9,11 @@ from typing import cast
 
 import torch
 
-from selfspec.control.plan import LOOKUP, Plan
-from selfspec.control.rows import StageSeconds
-from selfspec.decoding.request import Request
-from selfspec.decoding.row import Row
+from selfspec.core import LOOKUP, Draft, Plan, Request, RoundOutput, SamplingParams, Sequence, StageSeconds
 from selfspec.decoding.stopping import Stopper
-from selfspec.drafting.prompt_lookup import Guess
-from selfspec.executors.pick import Sampling
+from selfspec.drafting.row_lookup import RowLookup
+from selfspec.executors.base import RoundDraft
 from selfspec.executors.picker import Picker
-from selfspec.executors.program import Executed, RoundDraft
 from selfspec.executors.select import executors_for
 from selfspec.executors.shadow import shadow_picks
 from selfspec.model.kv_cache import PagedCache
@@ -52,15 +48,15 @@ class TimedRounds:
 
     Args:
         num_rows: maximum number of rows of a round.
-        room: maximum length of a row in tokens.
-        far_room: the same for rounds of a single row with a long context.
+        max_length: maximum length of a row in tokens.
+        far_length: the same for rounds of a single row with a long context.
     """
 
-    def __init__(self, stack: Stack, num_rows: int, room: int, far_room: int) -> None:
+    def __init__(self, stack: Stack, num_rows: int, max_length: int, far_length: int) -> None:
         self._stack, self.picker = stack, Picker(stack)
-        self._room = room + 8 * FURTHER + 4 * RAGGED
-        self._cache, self._pages = _rows(stack, num_rows, self._room)
-        self._far = _rows(stack, 1, far_room + 8 * FURTHER)
+        self._max_length = max_length + 8 * FURTHER + 4 * RAGGED
+        self._cache, self._pages = _rows(stack, num_rows, self._max_length)
+        self._far = _rows(stack, 1, far_length + 8 * FURTHER)
         self._executors = [
             [one for one in executors_for(stack, cache, self.picker, new_seconds=self._new_laps) if one.times_stages]
             for cache in (self._cache, self._far[0])
@@ -84,7 +80,7 @@ class TimedRounds:
         """
         drafted = max(plan.draft_lengths)
         further = min(further, max(LEAST_FURTHER, GROWTH // (1 + drafted)))
-        is_far = context + uneven + 1 + drafted + 8 * FURTHER + 4 * RAGGED > self._room
+        is_far = context + uneven + 1 + drafted + 8 * FURTHER + 4 * RAGGED > self._max_length
         cache, pages = self._far if is_far else (self._cache, self._pages)
         start = context - (self._grown.get((num_rows, context, plan), 0) if further else 0)
         most = min(cache.page_size, self._stack.context_limit)
@@ -93,11 +89,13 @@ class TimedRounds:
         for i, token in enumerate(self.given(num_rows, 0).tolist()):
             away = round(RAGGED * (i % 8 - mean)) + uneven * (i % 2)
             content = [0] * max(0, min(start + away, most - 1 - drafted)) + [token]
-            rows.append(Row(i, Request([0]), stopper, tuple(pages[i]), content))
+            row = Sequence(i, Request([0]), content, most, stopper=stopper, new_lookup=RowLookup)
+            row.pages = tuple(pages[i])
+            rows.append(row)
         executor = next(one for one in self._executors[is_far] if one.serves(rows, plan))
         if plan.exit_layer == LOOKUP:
-            guesses = [Guess([0] * length, length) for length in plan.draft_lengths]
-            rounds = [executor.round(rows, RoundDraft(plan, guesses))]
+            given = [Draft([0] * length, length) for length in plan.draft_lengths]
+            rounds = [executor.round(rows, RoundDraft(plan, given))]
         elif further:
             rounds = [*executor.run(rows, replace(plan, num_rounds=1 + further), 1.0)]
         else:
@@ -106,7 +104,7 @@ class TimedRounds:
         half = len(coming) // 2
         if coming:
             before = [rounds[0], *coming[: half + (len(coming) - half) // 2]]
-            emitted = sum([len(verdict.block) for each in before for verdict in each.verdicts])
+            emitted = sum([len(row.token_ids) for each in before for row in each.rows])
             self._grown[num_rows, context, plan] = min(context, emitted // num_rows)
         return [cast(_Laps, one.seconds).taken for one in (rounds[0], *coming[half:])]
 
@@ -137,21 +135,20 @@ class TimedRounds:
 
 def shadow_seconds(stack: Stack, picker: Picker, hidden: torch.Tensor, now: Callable[[], float]) -> float:
     """Seconds of shadow picks of all layers at the positions of `hidden`, `[N, hidden_size]`."""
-    sampling, at, scores = [Sampling()] * len(hidden), range(len(hidden)), stack.logits(hidden)
+    params, at, scores = [SamplingParams()] * len(hidden), range(len(hidden)), stack.logits(hidden)
     layers = range(1, stack.num_layers)
     seen = hidden.expand(len(layers), -1, -1).contiguous()
     start = now()
-    shadow_picks(stack, picker, layers, seen, sampling, at, scores, scores.argmax(-1))
+    shadow_picks(stack, picker, layers, seen, params, at, scores, scores.argmax(-1))
     return now() - start
 
 
-def _is_whole(round_: Executed, plan: Plan) -> bool:
+def _is_whole(round_: RoundOutput, plan: Plan) -> bool:
     """Whether all rows drafted as many tokens as planned."""
-    drafted = [verdict.chain or len(verdict.drafted) for verdict in round_.verdicts]
-    return drafted == list(plan.draft_lengths)
+    return [row.num_drafted for row in round_.rows] == list(plan.draft_lengths)
 
 
-def _rows(stack: Stack, count: int, room: int) -> tuple[PagedCache, list[list[int]]]:
+def _rows(stack: Stack, count: int, max_length: int) -> tuple[PagedCache, list[list[int]]]:
     """A cache with one page for each of `count` rows."""
-    cache = stack.new_cache(count, room)
-    return cache, [cache.reserve(room) or [] for _ in range(count)]
+    cache = stack.new_cache(count, max_length)
+    return cache, [cache.reserve(max_length) or [] for _ in range(count)]

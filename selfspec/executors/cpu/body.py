@@ -23,6 +23,7 @@ from selfspec.executors.cpu.exit_head import PackedExitHeads
 from selfspec.executors.cpu.four_bit import PackedInt4, RoundedLayers
 from selfspec.executors.cpu.packed import Packed, fits_half, pack_layer
 from selfspec.executors.cpu.rotary import RotaryTables
+from selfspec.executors.cpu.shadow import shadow_picks
 from selfspec.kernels import compiled_call as c
 from selfspec.kernels.layout import Norm
 from selfspec.kernels.room import LargePageAllocator
@@ -196,6 +197,10 @@ class CompiledBody:
                 places = changed.data_ptr(), memory.data_ptr()
                 self._lib.selfspec_exit_head(head, given.data_ptr(), count, *places, threads)
         return out
+
+    def shadow_picks(self, *inputs: Any) -> tuple[Tensor, Tensor] | None:
+        """See `selfspec.executors.cpu.shadow.shadow_picks`."""
+        return shadow_picks(self, *inputs)
 
     def draft_head(self, subset: Subset | None, rounded: bool = False) -> tuple[Packed, Tensor | None]:
         """The head for drafts: its packed weights, and the token ids of its outputs (None: the whole vocabulary).

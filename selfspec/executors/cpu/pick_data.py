@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections import abc
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
+from selfspec.core import Sequence
 from selfspec.executors.logprobs import TokenLogprobs
-from selfspec.executors.rows import Row
 
 
 class PickData:
@@ -25,7 +25,7 @@ class PickData:
     """
 
     def __init__(
-        self, contents: Sequence[Sequence[int]], num_prompts: Sequence[int], num_likely: Sequence[int]
+        self, contents: abc.Sequence[abc.Sequence[int]], num_prompts: abc.Sequence[int], num_likely: abc.Sequence[int]
     ) -> None:
         self._is_penalized, self._num_likely = any(contents), list(num_likely)
         ends = [0, *accumulate(map(len, contents))]
@@ -33,15 +33,15 @@ class PickData:
         self._arrays = [array("q", numbers) for numbers in (tokens, ends, num_prompts)]
 
     @classmethod
-    def of(cls, rows: Sequence[Row], vocab_size: int) -> PickData | None:
+    def of(cls, rows: list[Sequence], vocab_size: int) -> PickData | None:
         """The data of these rows; None if no row has penalties or requests log-probabilities."""
         requests = [row.request for row in rows]
-        penalized = [request.sampling.penalizes for request in requests]
-        if not any(penalized) and all(request.logprobs is None for request in requests):
+        penalized = [request.params.penalizes for request in requests]
+        if not any(penalized) and all(request.params.logprobs is None for request in requests):
             return None
-        contents = [row.content if own else [] for row, own in zip(rows, penalized, strict=True)]
+        contents = [row.token_ids if own else [] for row, own in zip(rows, penalized, strict=True)]
         num_prompts = [row.num_prompt_tokens if own else 0 for row, own in zip(rows, penalized, strict=True)]
-        num_likely = [-1 if one.logprobs is None else min(one.logprobs, vocab_size) for one in requests]
+        num_likely = [-1 if one.params.logprobs is None else min(one.params.logprobs, vocab_size) for one in requests]
         return cls(contents, num_prompts, num_likely)
 
     def texts(self) -> tuple[int | None, ...]:
@@ -56,7 +56,7 @@ class PickData:
 class LogprobBuffers:
     """Log-probabilities of emitted tokens, fp32, with the most probable tokens at their positions."""
 
-    def __init__(self, num_likely: Sequence[int], max_draft: int, num_rounds: int) -> None:
+    def __init__(self, num_likely: abc.Sequence[int], max_draft: int, num_rounds: int) -> None:
         self._num_likely = np.array(num_likely, np.int64)
         shape = num_rounds * len(num_likely), max_draft + 1
         self._own, self._ranks = np.empty(shape, np.float32), np.empty(shape, np.int64)
@@ -69,7 +69,7 @@ class LogprobBuffers:
         verify.logprobs, verify.ranks = self._own.ctypes.data, self._ranks.ctypes.data
         verify.likely, verify.likely_logprobs = self._likely.ctypes.data, self._likely_own.ctypes.data
 
-    def read(self, at: int, token_ids: Sequence[int]) -> list[TokenLogprobs] | None:
+    def read(self, at: int, token_ids: abc.Sequence[int]) -> list[TokenLogprobs] | None:
         """The log-probabilities of a row's emitted tokens in a round; None if the row requests none.
 
         Args:

@@ -8,28 +8,21 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from selfspec.executors.cpu.body import CompiledBody
 from selfspec.executors.penalties import Penalty
 from selfspec.kernels import compiled_call as c
+
+if TYPE_CHECKING:
+    from selfspec.executors.cpu.body import CompiledBody
 
 MAX_SINGLE_THREAD = 1 << 22  # multiplications up to which one thread is used
 
 
-def can_compute_shadow(body: CompiledBody) -> bool:
-    """Whether the head's weights are contiguous float32 of the expected shape; the user may have replaced them."""
-    size = body.embedding.shape[1]
-    shapes = (body.head.weight, (body.packed_head.num_outputs, size)), (body.head.bias, (body.packed_head.num_outputs,))
-    return all(
-        one is None or (one.shape == shape and one.is_contiguous() and one.dtype == torch.float32)
-        for one, shape in shapes
-    )
-
-
-def compiled_shadow(
+def shadow_picks(
     body: CompiledBody,
     hidden: Tensor,
     sampling: bytes,
@@ -39,10 +32,11 @@ def compiled_shadow(
     num_likely: int,
     others: Tensor,
     penalty: Penalty | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor] | None:
     """Whether each of K layers would have picked the target's token at N positions, and with which confidence.
 
-    Returns bool `[K, N]` and fp32 `[K, N]`.
+    Returns bool `[K, N]` and fp32 `[K, N]`; None where the head's weights are not contiguous float32 of the expected
+    shape: the user may have replaced them.
 
     Args:
         hidden: fp32 `[K, N, hidden_size]`, before the final norm.
@@ -54,6 +48,8 @@ def compiled_shadow(
         others: int64 `[M]`, a sample of the vocabulary that represents all other tokens.
         penalty: penalties at the N positions.
     """
+    if not _has_expected_head(body):
+        return None
     bias, head, lib = body.head.bias, body.head_rows(), c.functions()
     hidden, target, picks = hidden.contiguous(), target.contiguous(), picks.contiguous()
     num_layers, num_positions, size = hidden.shape
@@ -79,3 +75,12 @@ def compiled_shadow(
     memory = picks.new_empty(threads * lib.selfspec_shadow_words(ctypes.byref(inputs)))
     lib.selfspec_shadow(ctypes.byref(inputs), memory.data_ptr(), threads)
     return hits, confidences
+
+
+def _has_expected_head(body: CompiledBody) -> bool:
+    size, count = body.embedding.shape[1], body.packed_head.num_outputs
+    parts = (body.head.weight, (count, size)), (body.head.bias, (count,))
+    return all(
+        one is None or (one.shape == shape and one.is_contiguous() and one.dtype == torch.float32)
+        for one, shape in parts
+    )
