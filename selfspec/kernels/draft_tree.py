@@ -27,7 +27,7 @@ def grow(
     edges: Tensor,
     most: int,
 ) -> DraftTree:
-    """Choose second choices as `selfspec.control.acceptance.likely_seconds` does, and lay out the trees.
+    """Choose second choices as `selfspec.control.plan.likely_alternatives` does, and lay out the trees.
 
     Args:
         last: int64 `[S]`, the last token of each row.
