@@ -175,7 +175,9 @@ class _Recorder:
         for e in self.exits:
             logits = self.stack.logits(taps[e], e)
             log_q = logits.log_softmax(-1)
-            chosen, confidences, second = self.picker(logits, samplings, positions, with_sure=True, with_seconds=True)
+            chosen, confidences, second = self.picker(
+                logits, samplings, positions, with_confidence=True, with_alternatives=True
+            )
             assert confidences is not None and second is not None
             divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
             rows.append([x.numpy(force=True) for x in (chosen == judged, confidences, divergence, second == judged)])
@@ -200,9 +202,9 @@ class _Recorder:
         def choose(hidden: Tensor, live: list[int], step: int) -> tuple[Tensor, list[int]]:
             logits = self.stack.logits(hidden, exit_layer)
             positions = [rows[r].position + step + 1 for r in live]
-            picks = self.picker(logits, [self.sampling] * len(live), positions, with_sure=True)
-            assert picks.sure is not None
-            into[members[live], step] = picks.sure.numpy(force=True)
+            picks = self.picker(logits, [self.sampling] * len(live), positions, with_confidence=True)
+            assert picks.confidences is not None
+            into[members[live], step] = picks.confidences.numpy(force=True)
             return picks.tokens, live
 
         draft_by_exit(self.stack, self.cache, rows, tokens, exit_layer, choose)

@@ -25,11 +25,10 @@ from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.responses import Responses
 from selfspec.errors import got, refuse_unknown, whole
 from selfspec.executors.cpu.install import check_engine, choose
-from selfspec.executors.cuda.exact_runner import install_exact
+from selfspec.executors.cuda.exact import exact_stack
 from selfspec.executors.cuda.runner import install
 from selfspec.kernels.room import give_back
 from selfspec.learn import Learner
-from selfspec.model.exact import ExactStack
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.file_weights import FileWeights
 from selfspec.model.fingerprint import hidden_size_of, weights_of
@@ -135,7 +134,6 @@ class Target:
         if self._graphs:
             install(self.stack, owned=self._owned)
         self.exit_heads = self._exit_heads
-        self._exact: ExactStack | None = None
         if self._file is not None and self.engine == "compiled":
             self._file.release()  # nobody else has the model yet
             give_back()
@@ -159,6 +157,7 @@ class Target:
             if heads.weights and heads.weights != weights_of(stack):
                 _log.warning("these exit heads were trained for other weights; drafts may be worse, output is the same")
         self._exit_heads = heads
+        self._exact: Stack | None = None  # it would have the earlier ones
         # the caller's may serve other targets, of other devices and dtypes
         stack.exit_heads = None if heads is None else copy.deepcopy(heads).to(stack.device, stack.dtype)
         self.remembered = Remembered(stack)
@@ -200,16 +199,16 @@ class Target:
 
     @property
     def exact_stack(self) -> Stack:
-        """What runs exact mode: the compiled engine, whose results depend on nothing else in a call as it is; else the
-        model opened up a second time, over the same weights, made when first asked for.
+        """What runs exact mode: compiled layers, whose results depend on nothing else in a call as they are; else fused
+        layers on CUDA, made when first asked for.
 
         Raises:
-            UnsupportedModelError: exact mode is not exact for this model on this device.
+            UnsupportedModelError: neither serves this model here.
         """
         if self.stack.engine == "compiled":
             return self.stack
         if self._exact is None:
-            self._exact = ExactStack(self.stack, install=install_exact)
+            self._exact = exact_stack(self.stack)
         return self._exact
 
     def costs(self, batch_size: int = 1, exact: bool = False) -> Costs:
@@ -284,7 +283,7 @@ class Target:
             max_batch_size: rows decoded together; the others wait and join as rows end.
             learn: train the exit heads on refused drafts meanwhile, see `selfspec.learn.Learner`; True: with one that
                 is made at the first such call and kept.
-            exact: run every call in constant shapes, see `selfspec.model.exact`.
+            exact: no bit depends on the other tokens of a call, see `exact_stack`.
             burst: seconds after which no further round of a program begins; default: a thirtieth.
             prefix_cache_tokens: read prompts that begin alike once, and keep keys and values of so many tokens for the
                 next call that names a number here, the least recently used ones going first. One call at a time gets
@@ -294,7 +293,7 @@ class Target:
             ValueError: an argument out of range, or a request that does not fit the model; a `DatastoreError` where the
                 datastore is damaged, or of another tokenizer.
             OSError: the datastore cannot be read.
-            UnsupportedModelError: `exact` where it is not exact for this model on this device.
+            UnsupportedModelError: `exact` for a model without compiled or fused layers here.
         """
         whole("max_batch_size", max_batch_size, 1)
         kept = None if prefix_cache_tokens is None else whole("prefix_cache_tokens", prefix_cache_tokens, 0)

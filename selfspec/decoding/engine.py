@@ -71,8 +71,8 @@ class Engine:
             lookup, texts of the corpus continue a row, too.
         responses: finished responses, in which lookup finds drafts and to which those of this engine are added; several
             engines may share them. None: no request's text is used for another one.
-        exact: run every call in constant shapes, so that speculation equals plain decoding bit for bit in any number
-            format, and no row depends on its neighbours; see `selfspec.model.exact`.
+        exact: speculation equals plain decoding bit for bit in any number format, and no row depends on its neighbours;
+            see `Target.exact_stack`.
         burst: seconds after which no further round of a program begins, where its plan names no deadline; default: a
             thirtieth, and the program with a row's first token has one round.
         prefix_cache: keep keys and values of prompts and outputs until other requests need their memory: a prompt that

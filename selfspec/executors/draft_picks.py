@@ -12,11 +12,12 @@ from selfspec.control.plan import Plan, confidence_bin
 from selfspec.control.rows import StageSeconds
 from selfspec.drafting.early_exit import Branch
 from selfspec.executors.penalties import DraftPenalties, Penalties
-from selfspec.executors.pick import Sampling, Subset
+from selfspec.executors.pick import Sampling
 from selfspec.executors.picker import Picker
 from selfspec.executors.processors import process
 from selfspec.executors.rows import Row
 from selfspec.kernels.compiled_pick import Picks
+from selfspec.kernels.pick import Subset
 from selfspec.model.stack import Stack
 
 

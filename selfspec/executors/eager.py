@@ -19,12 +19,12 @@ from selfspec.executors.after_round import Teach, hand_on, with_divergences, wit
 from selfspec.executors.draft_picks import DraftPicker
 from selfspec.executors.logprobs import token_logprobs
 from selfspec.executors.penalties import Penalties, paths_to
-from selfspec.executors.pick import filtered
 from selfspec.executors.picker import Picker
 from selfspec.executors.processors import process_packed
 from selfspec.executors.program import Executed, Executor, RoundDraft
 from selfspec.executors.rows import Row
-from selfspec.executors.verdict import Verdict, accept, drawable, walk
+from selfspec.executors.verdict import Verdict, drawable, walk
+from selfspec.kernels.pick import filtered, num_accepted
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span, tensor_of
 from selfspec.model.stack import Stack, Taps
 
@@ -106,7 +106,7 @@ class EagerExecutor(Executor):
         plan = replace(plan, draft_bits=None)  # copies of layers are for compiled code
         places = [DraftRow(row.pages, len(row.content) - 1, n) for row, n in zip(rows, plan.draft_lengths, strict=True)]
         chooser = DraftPicker(self.stack, self.picker, rows, plan, seconds, penalties)
-        beside = None if plan.second_choices is None else chooser.branches
+        beside = chooser.branches if plan.second_choices is not None and self.stack.has_trees else None
         exit_layer = plan.exit_layer or 0
         return draft_by_exit(self.stack, self.cache, places, last, exit_layer, chooser, tapped, beside), chooser
 
@@ -136,7 +136,7 @@ class EagerExecutor(Executor):
             tree = None if draft.trees is None else draft.trees[i]
             path: Sequence[int]
             if tree is None:
-                path = range(accept(guess, own) + 1)
+                path = range(num_accepted(guess, own) + 1)
             else:
                 path = walk(tree, guess, own)
             if drawn and row.request.sampling.temperature > 0:

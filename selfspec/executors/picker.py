@@ -9,18 +9,21 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from selfspec.executors.pick import Sampling, Subset, among, pick, pick_surely, scored, second_choices, surely
+from selfspec.executors.pick import Sampling
 from selfspec.kernels.compiled_pick import Picks, compiled_pick, sampling_bytes
 from selfspec.kernels.gumbel import NoiseAhead
+from selfspec.kernels.pick import Subset, alternatives, best_of, sampling_tensors, scored, to_token_ids
+from selfspec.kernels.suite import pick_for
+from selfspec.model.kv_cache import tensor_of
 from selfspec.model.stack import Stack
 
 _log = logging.getLogger("selfspec")
 
 
 class Picker:
-    """Picks in one compiled call where the stack's engine is compiled, else by torch or the device's fused kernel.
+    """Picks in one compiled call where the stack's engine is compiled, else by the device's fused kernel, or by torch.
 
-    Which of them is settled when it is made: both pick the same but for rounding, which must not differ between those
+    Which of them is decided when it is made: they pick the same but for rounding, which must not differ between picks
     that are compared.
     """
 
@@ -34,22 +37,22 @@ class Picker:
         samplings: Sequence[Sampling],
         positions: Sequence[int],
         subset: Subset | None = None,
-        with_sure: bool = False,
-        with_seconds: bool = False,
+        with_confidence: bool = False,
+        with_alternatives: bool = False,
     ) -> Picks:
-        """Picks at N positions; see `executors.pick.scored` for the arguments, and `surely` for how sure they are."""
+        """Picks at N positions; see `kernels.pick.scored` for the arguments, and `best_of` for confidences."""
+        tokens = None if subset is None else subset.tokens
         if self.is_compiled:
-            tokens = None if subset is None else subset.tokens
-            return compiled_pick(logits, told_of(samplings), positions, tokens, with_sure, with_seconds)
-        at = torch.tensor(positions)
-        at = at.pin_memory().to(logits.device, non_blocking=True) if logits.is_cuda else at.to(logits.device)
-        if with_seconds:
-            scores = scored(logits, samplings, at, self._noise, subset)
-            best, sure = surely(scores)
-            return Picks(among(best, subset), sure, among(second_choices(scores, best), subset))
-        if with_sure:
-            return Picks(*pick_surely(logits, samplings, at, self._noise, subset), None)
-        return Picks(pick(logits, samplings, at, self._noise, subset), None, None)
+            return compiled_pick(logits, told_of(samplings), positions, tokens, with_confidence, with_alternatives)
+        at, fused = tensor_of(positions, logits.device), pick_for(logits.device)
+        if fused is not None and not with_alternatives:
+            return Picks(*fused(logits, sampling_tensors(samplings, at), tokens), None)
+        scores = scored(logits, samplings, at, self._noise, subset)
+        if not (with_confidence or with_alternatives):
+            return Picks(to_token_ids(scores.argmax(-1), subset), None, None)
+        best, confidences = best_of(scores)
+        others = to_token_ids(alternatives(scores, best), subset) if with_alternatives else None
+        return Picks(to_token_ids(best, subset), confidences, others)
 
 
 def told_of(samplings: Sequence[Sampling]) -> bytes:
@@ -70,12 +73,12 @@ def _agrees() -> bool:
     logits = 3 * torch.randn(len(samplings), 999, generator=torch.Generator().manual_seed(0))
     positions = [i << 30 for i in range(len(samplings))]
     scores = scored(logits, samplings, torch.tensor(positions))
-    wanted, sure = surely(scores)
+    wanted, confidences = best_of(scores)
     how = told_of(samplings)
-    picks, found, seconds = compiled_pick(logits, how, positions, with_sure=True, with_seconds=True)
-    assert found is not None and seconds is not None
-    same = torch.equal(picks, wanted) and torch.equal(seconds, second_choices(scores, wanted))
-    same = same and torch.allclose(found, sure, atol=1e-4)
+    picks, found, others = compiled_pick(logits, how, positions, with_confidence=True, with_alternatives=True)
+    assert found is not None and others is not None
+    same = torch.equal(picks, wanted) and torch.equal(others, alternatives(scores, wanted))
+    same = same and torch.allclose(found, confidences, atol=1e-4)
     if not same:
         _log.warning("the compiled pick is wrong on this machine, so torch's operations pick")
     return same

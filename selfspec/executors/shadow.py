@@ -16,9 +16,10 @@ from selfspec.control.rows import Shadow
 from selfspec.executors.cpu.body import CompiledBody
 from selfspec.executors.cpu.shadow import can_compute_shadow, compiled_shadow
 from selfspec.executors.penalties import Penalty
-from selfspec.executors.pick import Sampling, filtered
+from selfspec.executors.pick import Sampling
 from selfspec.executors.picker import Picker, told_of
 from selfspec.kernels.gumbel import gumbel
+from selfspec.kernels.pick import filtered
 from selfspec.model.kv_cache import tensor_of
 from selfspec.model.shortlist import NUM_TOP
 from selfspec.model.stack import Stack
@@ -154,10 +155,10 @@ def _over_vocabulary(
         some = layers[first : first + per_call]
         logits = stack.early_logits(hidden[first : first + per_call], some)
         logits = logits if penalty is None else penalty.applied(logits)
-        picks = picker(logits.flatten(0, 1), [*samplings] * len(some), [*positions] * len(some), with_sure=True)
-        assert picks.sure is not None
+        picks = picker(logits.flatten(0, 1), [*samplings] * len(some), [*positions] * len(some), with_confidence=True)
+        assert picks.confidences is not None
         hits.append(picks.tokens == target_picks.repeat(len(some)))
-        sure.append(picks.sure)
+        sure.append(picks.confidences)
     return torch.cat(hits).view(-1, count), torch.cat(sure).view(-1, count)
 
 

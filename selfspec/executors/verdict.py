@@ -81,19 +81,6 @@ class Verdict(NamedTuple):
         return self.accepted > right
 
 
-def accept(drafted: Sequence[int], picks: Sequence[int]) -> int:
-    """The acceptance rule: how many drafted tokens are kept, which is up to the first that is not the target's pick.
-
-    Draft and target pick with the same noise, so this holds at every temperature, and the output is plain decoding's.
-    `kernels/cpu/round.cpp` and `kernels/fused_accept.py` have the same rule for rounds that run outside Python.
-
-    Args:
-        drafted: n tokens.
-        picks: the target's, at the n drafted positions and after the last.
-    """
-    return next((i for i, (token, pick) in enumerate(zip(drafted, picks, strict=False)) if token != pick), len(drafted))
-
-
 def walk(tree: Tree, guesses: Sequence[int], picks: Sequence[int]) -> list[int]:
     """From node 0 on to the child that equals the target's pick, as far as there is one: the nodes on the way.
 

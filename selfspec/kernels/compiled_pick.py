@@ -1,4 +1,4 @@
-"""The compiled pick from logits on CPU (`cpu/pick.h`). `selfspec.executors.pick` does the same in torch."""
+"""The compiled pick from logits on CPU (`cpu/pick.h`). `selfspec.kernels.pick` does the same in torch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Picks(NamedTuple):
     """The tokens picked at N positions."""
 
     tokens: Tensor  # int64 [N]
-    sure: Tensor | None  # fp32 [N], confidences; None: not requested
-    seconds: Tensor | None  # int64 [N], second choices; None: not requested
+    confidences: Tensor | None  # fp32 [N]; None: not requested
+    alternatives: Tensor | None  # int64 [N], what would have been picked instead; None: not requested
 
 
 def sampling_bytes(
@@ -45,8 +45,8 @@ def compiled_pick(
     how: bytes,
     positions: Sequence[int],
     tokens: Tensor | None = None,
-    with_sure: bool = False,
-    with_seconds: bool = False,
+    with_confidence: bool = False,
+    with_alternatives: bool = False,
 ) -> Picks:
     """Pick one token per row of logits on CPU. A row's pick does not depend on the other rows.
 
@@ -55,8 +55,8 @@ def compiled_pick(
         how: `sampling_bytes` of each row, joined.
         positions: `[N]`, the index in its row's content of the token to be picked.
         tokens: int64 `[T]` or `[N, T]`, ascending: the token ids of the logits; None: the whole vocabulary.
-        with_sure: compute confidences.
-        with_seconds: compute second choices.
+        with_confidence: compute confidences.
+        with_alternatives: compute alternatives.
 
     Raises:
         NoCompilerError: see `selfspec.kernels.compiler.library`.
@@ -64,14 +64,15 @@ def compiled_pick(
     lib, (count, size) = c.functions(), logits.shape
     logits = logits if logits.dtype == torch.float32 and logits.stride(1) == 1 else logits.float().contiguous()
     picks = logits.new_empty(count, dtype=torch.int64)
-    seconds = logits.new_empty(count, dtype=torch.int64) if with_seconds else None
-    sure = logits.new_empty(count) if with_sure else None
+    alternatives = logits.new_empty(count, dtype=torch.int64) if with_alternatives else None
+    confidences = logits.new_empty(count) if with_confidence else None
     threads = min(torch.get_num_threads(), count) if count * size > MAX_SINGLE_THREAD else 1
     memory = logits.new_empty(threads * lib.selfspec_pick_floats(size))
     names, stride = (None, 0) if tokens is None else (tokens.data_ptr(), tokens.stride(0) if tokens.dim() > 1 else 0)
     lib.selfspec_pick(
         *(logits.data_ptr(), logits.stride(0), count, size, how, (ctypes.c_int64 * count)(*positions), names, stride),
-        *(picks.data_ptr(), None if sure is None else sure.data_ptr(), None if seconds is None else seconds.data_ptr()),
+        picks.data_ptr(),
+        *(None if one is None else one.data_ptr() for one in (confidences, alternatives)),
         *(memory.data_ptr(), threads),
     )
-    return Picks(picks, sure, seconds)
+    return Picks(picks, confidences, alternatives)

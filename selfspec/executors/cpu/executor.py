@@ -22,11 +22,11 @@ from selfspec.executors.cpu.buffers import (
 from selfspec.executors.cpu.pick_data import PickData
 from selfspec.executors.cpu.rounds import CompiledRounds, max_rounds
 from selfspec.executors.penalties import Penalties
-from selfspec.executors.pick import filtered
 from selfspec.executors.picker import Picker, told_of
 from selfspec.executors.program import Executed, Executor, RoundDraft, next_exit
 from selfspec.executors.rows import Row
 from selfspec.executors.verdict import Verdict
+from selfspec.kernels.pick import filtered
 from selfspec.model.kv_cache import PagedCache, Span, Tree
 from selfspec.model.stack import Stack
 

@@ -16,8 +16,8 @@ from selfspec.executors.verdict import Verdict
 class CudaExecutor(Executor):
     """Replays recorded rounds of the stack's runner.
 
-    It serves neither rows with penalties, log-probabilities or logits processors, nor plans with shadow picks or
-    divergences.
+    It serves neither rows with penalties, log-probabilities or logits processors, nor plans with shadow picks,
+    divergences or second choices.
 
     Args:
         fallback: runs the rounds that cannot be recorded, because of their shape or of the model.
@@ -32,7 +32,9 @@ class CudaExecutor(Executor):
     def serves(self, rows: Sequence[Row], plan: Plan) -> bool:
         """Whether the runner may record rounds of this plan; see `Executor.serves`."""
         runner = self.stack.runner
-        if runner is None or len(rows) > runner.max_rows or plan.shadow is not None or plan.keep_divergence:
+        if runner is None or len(rows) > runner.max_rows:
+            return False
+        if plan.shadow is not None or plan.keep_divergence or plan.second_choices is not None:
             return False
         requests = [row.request for row in rows]
         if any(one.sampling.penalizes or one.logprobs is not None for one in requests):
@@ -104,4 +106,4 @@ def _round_row(row: Row, length: int, given: Sequence[int]) -> RoundRow:
 
 
 def _verdict(row: RowRound) -> Verdict:
-    return Verdict(row.drafted, row.path, row.block, None, None, row.tree, row.chain, row.confidences)
+    return Verdict(row.drafted, row.path, row.block, None, None, confidences=row.confidences)
