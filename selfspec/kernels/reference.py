@@ -132,7 +132,8 @@ def accept(
         records.append([len(drafted), accepted, kept, *padded[0], *padded[1]])
     device = fed.device
     results = torch.tensor(numbers, dtype=torch.int32, device=device).t().contiguous()
-    return Accepted(*results, torch.tensor(lasts, device=device), torch.tensor(records, device=device))
+    accepts, keeps, ends_by = results.unbind()
+    return Accepted(accepts, keeps, ends_by, torch.tensor(lasts, device=device), torch.tensor(records, device=device))
 
 
 def advance(state: Tensor, num_kept: Tensor, ended: Tensor, last: Tensor) -> None:

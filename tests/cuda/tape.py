@@ -31,7 +31,7 @@ WAITS = {  # the host needs an answer of the device, be it only the size of a re
 FROM_HOST = {"lift_fresh", "pin_memory", "_pin_memory"}
 SHORT = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
 KERNELS = ("scatter", "attend", "pick", "accept", "advance", "add_norm", "rotate", "gate")
-KERNELS += ("pick_two", "grow", "follow", "move")
+ON_HOST = ("pick", "accept")  # kernels whose references read numbers on the host
 
 
 def refusal(func: Any, args: Any) -> str | None:
@@ -153,7 +153,7 @@ class Tape:
         """The same kernels, whose launches are written down while something is recorded."""
 
         def seen(name: str) -> Callable[..., Any]:
-            kernel, is_opaque = getattr(kernels, name), kernels.name == "triton"
+            kernel, is_opaque = getattr(kernels, name), kernels.name == "triton" or name in ON_HOST
 
             def run(*args: Any, **kwargs: Any) -> Any:
                 if self._recorder is None:
