@@ -102,10 +102,11 @@ class Recorder(OperationTracer):
     def take(self, call: Callable[..., Any], args: Any, kwargs: Any, empties: bool = False) -> Any:
         frozen = tree_map_only(torch.Tensor, self._freeze, (args, kwargs))
         known = {_key(one) for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)}
+        known |= self.pool.keys() | self.outside.keys()
         out = call(*args, **kwargs)
         made = []
         for place, one in enumerate(tree_flatten(out)[0]):
-            if isinstance(one, torch.Tensor) and _key(one) not in known | self.pool.keys() | self.outside.keys():
+            if isinstance(one, torch.Tensor) and _key(one) not in known:  # several may share new memory
                 self.pool[_key(one)] = one.untyped_storage()
                 made.append((place, one))
         schema = getattr(call, "_schema", None)

@@ -14,13 +14,12 @@ from torch.utils._pytree import tree_map_only
 from selfspec.executors.cuda.body_choice import MAX_ROUNDINGS, ROUNDING, layers_error
 from selfspec.executors.cuda.fused_body import FusedBody
 from selfspec.executors.cuda.packed_linear import PackedLinear
-from selfspec.executors.cuda.runner import Runner, install
+from selfspec.executors.cuda.runner import install
 from selfspec.executors.cuda.static_rows import StaticRows
 from selfspec.kernels.suite import REFERENCE, triton_kernels
 from selfspec.model.kv_cache import PagedCache
 from selfspec.model.stack import Stack
-from tests.cuda.standin import with_runner
-from tests.cuda.tape import Tape
+from tests.cuda.standin import runner_of, with_runner
 from tests.cuda.test_host_copies import NoHostCopies
 from tests.helpers import Schedule, decode, generate, make_prompts
 from tests.kernels.samples import layout_of
@@ -333,7 +332,7 @@ def installed(model, seconds, caplog, owned=False, **kernels):
     with caplog.at_level(logging.INFO, "selfspec"):
         install(
             stack,
-            lambda one: Runner(one, REFERENCE._replace(**kernels), Tape()),
+            lambda one: runner_of(one, REFERENCE._replace(**kernels)),
             owned,
             lambda recording, device: next(times),
         )

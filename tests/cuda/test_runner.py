@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SurvivalStop
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.request import Request
-from selfspec.executors.cuda.runner import Runner, install
+from selfspec.executors.cuda.runner import install
 from selfspec.kernels.suite import REFERENCE, pick_for, triton_kernels
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
-from tests.cuda.standin import with_runner
-from tests.cuda.tape import Tape
+from tests.cuda.standin import runner_of, with_runner
 from tests.decoding.test_trees import seconds
 from tests.helpers import Adversary, Always, Schedule, audit_cache, decode, drain, make_prompts
 from tests.models import EOS, build, tiny
@@ -138,10 +137,10 @@ def test_whatever_a_plan_asks_for_is_answered_as_ever(max_rows):
     assert policy.shadows
 
 
-def test_second_choices_are_verified_from_recordings_of_layers():
+def test_second_choices_are_left_to_the_eager_executor():
     prompts, how = make_prompts([7, 22, 13]), {"max_new_tokens": 18}
     wanted = decode(tiny("llama"), prompts, Always(None, 0), **how)
-    target = with_runner(Target(build("llama")), max_rows=0)
+    target = with_runner(Target(build("llama")))
     got = decode(target, prompts, seconds(3), lambda made: audit_cache(made, target.model), **how)
     assert [one.tokens for one in got] == [one.tokens for one in wanted]
     assert sum(one.stats.num_side_tokens for one in got) > 10
@@ -286,7 +285,7 @@ def test_a_runner_that_disagrees_with_the_model_is_taken_away(caplog, problem):
         return torch.zeros_like(queries)
 
     stack = Target(build("llama"), engine="views").stack
-    install(stack, lambda one: Runner(one, REFERENCE._replace(attend=careless), Tape()))
+    install(stack, lambda one: runner_of(one, REFERENCE._replace(attend=careless)))
     assert stack.runner is None
     assert "decoding from graphs does not serve this model here" in caplog.text
 
@@ -296,7 +295,7 @@ def test_a_runner_that_agrees_stays_and_there_is_none_on_the_processor():
     assert stack.runner is None
     install(stack)
     assert stack.runner is None
-    install(stack, lambda one: Runner(one, REFERENCE, Tape()))
+    install(stack, runner_of)
     assert stack.runner is not None and stack.runner.graphs.num_recorded > 0
 
 
@@ -317,7 +316,7 @@ def test_the_kernels_themselves_decode_from_recordings():
 def test_picks_made_by_the_kernel_on_a_device_are_those_of_the_ordinary_engine(monkeypatch):
     prompts = make_prompts([9, 17, 4, 12])
     wanted = decode(tiny("llama"), prompts, Stopping(3, 4), **options_for(4, True))
-    monkeypatch.setattr("selfspec.executors.pick.pick_for", lambda device: REFERENCE.pick)
+    monkeypatch.setattr("selfspec.executors.picker.pick_for", lambda device: REFERENCE.pick)
     got = decode(tiny("llama"), prompts, Stopping(3, 4), **options_for(4, True))
     assert [one.tokens for one in got] == [one.tokens for one in wanted]
     assert pick_for(torch.device("cpu")) is None

@@ -17,8 +17,9 @@ from selfspec.control.costs import Costs
 from selfspec.control.fixed import Fixed
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.request import Request
-from selfspec.executors.pick import Sampling, Subset, pick, pick_surely, scored
+from selfspec.executors.pick import Sampling
 from selfspec.kernels.gumbel import NoiseAhead
+from selfspec.kernels.pick import Subset, best_of, scored, to_token_ids
 from selfspec.model.draft_vocabulary import Frequencies, default_size
 from selfspec.model.exit_heads import ExitHeads
 from tests.decoding.test_adaptive_lossless import where_drafts_pay
@@ -128,10 +129,9 @@ def test_picks_are_the_best_of_the_subset_with_the_same_noise(size, temperature,
     expected = torch.full_like(whole, float("-inf"))
     expected[:, tokens] = whole[:, tokens]
     subset = Subset(tokens, 50)
-    assert torch.equal(pick(logits[:, tokens], samplings, positions, noise, subset), expected.argmax(-1))
-    picks, sure = pick_surely(logits[:, tokens], samplings, positions, noise, subset)
-    assert torch.equal(picks, expected.argmax(-1))
-    torch.testing.assert_close(sure, expected.softmax(-1).amax(-1))
+    picks, confidences = best_of(scored(logits[:, tokens], samplings, positions, noise, subset))
+    assert torch.equal(to_token_ids(picks, subset), expected.argmax(-1))
+    torch.testing.assert_close(confidences, expected.softmax(-1).amax(-1))
 
 
 def test_ranks_begin_with_low_ids_and_follow_what_is_seen():

@@ -12,7 +12,8 @@ from selfspec.control.fixed import Fixed
 from selfspec.control.plan import Policy
 from selfspec.executors.cpu.rounds import CompiledRounds
 from selfspec.executors.penalties import DraftPenalties, Penalties, Text
-from selfspec.executors.pick import Sampling, scored
+from selfspec.executors.pick import Sampling
+from selfspec.kernels.pick import scored
 from tests.decoding.test_sampling import check_equals_plain
 from tests.helpers import Adversary, Always, Schedule, decode, generate, make_prompts
 from tests.models import build, tiny

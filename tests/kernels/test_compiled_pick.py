@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.executors.pick import Sampling, filtered, scored, second_choices, surely
+from selfspec.executors.pick import Sampling
 from selfspec.kernels.compiled_pick import compiled_pick, sampling_bytes
+from selfspec.kernels.pick import alternatives, best_of, filtered, scored
 
 GRID = list(itertools.product([0.0, 0.6, 1.0, 1.7], [0, 1, 7, 300], [1.0, 0.95, 0.3], [0.0, 0.1, 1.0]))
 a_kind = st.tuples(
@@ -23,23 +24,23 @@ a_kind = st.tuples(
 
 
 def by_torch(logits, samplings, positions):
-    """Picks, how sure they are, second choices, and tokens that were kept, per row."""
+    """Picks, confidences, alternatives, and numbers of tokens that were kept, per row."""
     scores = scored(logits, samplings, torch.tensor(positions))
-    picks, sure = surely(scores)
-    return picks, sure, second_choices(scores, picks), (scores > float("-inf")).sum(-1)
+    picks, confidences = best_of(scores)
+    return picks, confidences, alternatives(scores, picks), (scores > float("-inf")).sum(-1)
 
 
 def compiled(logits, samplings, positions, tokens=None):
     how = b"".join(sampling_bytes(*sampling.filters, sampling.seed) for sampling in samplings)
-    return compiled_pick(logits, how, positions, tokens, with_sure=True, with_seconds=True)
+    return compiled_pick(logits, how, positions, tokens, with_confidence=True, with_alternatives=True)
 
 
 def check(logits, samplings, positions):
-    picks, sure, seconds, kept = by_torch(logits, samplings, positions)
+    picks, confidences, others, kept = by_torch(logits, samplings, positions)
     got = compiled(logits, samplings, positions)
     assert torch.equal(got.tokens, picks)
-    torch.testing.assert_close(got.sure, sure, rtol=1e-4, atol=1e-6, equal_nan=True)
-    assert torch.equal(got.seconds[kept > 1], seconds[kept > 1])
+    torch.testing.assert_close(got.confidences, confidences, rtol=1e-4, atol=1e-6, equal_nan=True)
+    assert torch.equal(got.alternatives[kept > 1], others[kept > 1])
 
 
 def some_logits(rows, vocab, seed, spread=3.0):
@@ -85,7 +86,7 @@ def test_of_equal_logits_the_first_is_picked_and_the_next_is_second():
     logits[1, [5, 300, 599]] = 1.0
     got = compiled(logits, [Sampling()] * 2, range(2))
     assert got.tokens.tolist() == [0, 5]
-    assert got.seconds.tolist() == [1, 300]
+    assert got.alternatives.tolist() == [1, 300]
 
 
 @pytest.mark.parametrize("kind", [(1.0, 7, 1.0, 0.0), (1.0, 0, 0.6, 0.0), (1.3, 20, 0.8, 0.0), (1.0, 0, 1.0, 0.3)])
@@ -103,12 +104,12 @@ def test_some_tokens_of_a_vocabulary_are_picked_by_the_noise_they_have_in_it():
     tokens = torch.randperm(900, generator=torch.Generator().manual_seed(1))[:130].sort()[0]
     logits = some_logits(len(GRID), 900, 5)
     others = torch.ones(900, dtype=torch.bool).index_fill(0, tokens, False)
-    picks, sure, seconds, kept = by_torch(logits.masked_fill(others, -1e4), samplings, positions)
+    picks, confidences, others, kept = by_torch(logits.masked_fill(others, -1e4), samplings, positions)
     for each in (tokens, tokens.repeat(len(GRID), 1)):
         got = compiled(logits[:, tokens], samplings, positions, each)
         assert torch.equal(got.tokens, picks)
-        torch.testing.assert_close(got.sure, sure, rtol=1e-4, atol=1e-6)
-        assert torch.equal(got.seconds[kept > 1], seconds[kept > 1])
+        torch.testing.assert_close(got.confidences, confidences, rtol=1e-4, atol=1e-6)
+        assert torch.equal(got.alternatives[kept > 1], others[kept > 1])
 
 
 def test_a_rows_bits_do_not_depend_on_the_others_nor_on_threads():

@@ -34,13 +34,14 @@ STEPS = 4  # last tokens of each of these rows, run one by one, and then togethe
 PAGE = 8
 
 
-def exact_stack(source: Stack, rows: int = ROWS, wide: int = WIDE) -> Stack:
+def exact_stack(source: Stack, rows: int = ROWS, wide: int = WIDE, checked: Sequence[int] = CHECKED) -> Stack:
     """A stack over the same weights that runs exact mode. It shares all but the runner.
 
     Args:
         source: a stack that is not compiled; the results of compiled layers are exact as they are.
         rows: the number of rows of a product.
         wide: tokens of a block of a prompt.
+        checked: tokens of the rows of the self-check.
 
     Raises:
         UnsupportedModelError: the model's own modules would run, or the fused layers are not exact on this device.
@@ -53,7 +54,7 @@ def exact_stack(source: Stack, rows: int = ROWS, wide: int = WIDE) -> Stack:
         stack = copy.copy(source)
         try:
             stack.runner = ExactRunner(stack, source, rows, wide)
-            reason = _problem_of(stack, stack.runner)
+            reason = _problem_of(stack, stack.runner, checked)
         except Exception as raised:  # compilers and drivers raise exceptions of any type
             reason = f"{type(raised).__name__}: {raised}"
         if not reason:
@@ -65,7 +66,7 @@ def exact_stack(source: Stack, rows: int = ROWS, wide: int = WIDE) -> Stack:
     )
 
 
-def _problem_of(stack: Stack, runner: ExactRunner) -> str:
+def _problem_of(stack: Stack, runner: ExactRunner, checked: Sequence[int]) -> str:
     """What is wrong with an exact stack's layers and rounds; "" if nothing is."""
     error = layers_error(stack, runner.narrow)
     if not error <= MAX_ROUNDINGS:  # it may be NaN
@@ -73,7 +74,7 @@ def _problem_of(stack: Stack, runner: ExactRunner) -> str:
     problem = round_problem(stack, runner) or runner.refused
     if problem:
         return problem
-    differs = difference(stack)
+    differs = difference(stack, checked)
     return f"{differs} of fused layers depend on the other tokens of a call" if differs else runner.refused or ""
 
 
@@ -182,7 +183,7 @@ def cut(part: Sequence[Placed], width: int) -> Iterator[tuple[list[Span], list[i
 
 
 @torch.inference_mode()
-def difference(stack: Stack, lengths: Sequence[int] = CHECKED) -> str:
+def difference(stack: Stack, lengths: Sequence[int]) -> str:
     """Compare rows decoded alone, token by token, with the same rows in a batch, split at an exit layer.
 
     Calls are recorded where the stack does so in decoding.
