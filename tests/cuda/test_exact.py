@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from copy import copy
 from functools import cache
 
 import pytest
@@ -108,7 +109,16 @@ def test_what_is_not_exact_is_refused_by_name(family, kernels, reason):
     assert made.stack.head_rows is None and not made.stack.wide, "the ordinary mode stays as it was"
 
 
-def test_exit_heads_and_edits_of_weights_are_seen():
+def test_exit_heads_are_those_of_the_target(monkeypatch):
+    monkeypatch.setattr("selfspec.target.exact_stack", copy)
+    made = Target(build("llama"), engine="views")
+    assert made.exact_stack is made.exact_stack and made.exact_stack.exit_heads is None
+    made.exit_heads = ExitHeads([1], 32, 4)
+    assert made.exact_stack.exit_heads is made.stack.exit_heads is not None
+
+
+@pytest.mark.slow
+def test_edits_of_weights_are_seen():
     model = build("llama").to(torch.bfloat16)
     made = with_runner(ShortBlocks(model, engine="views"), kernels=EXACT, packing="copy")
     how = {"exact": True, "exit_layer": 1, "max_new_tokens": 8}
@@ -118,7 +128,3 @@ def test_exit_heads_and_edits_of_weights_are_seen():
             layer.mlp.up_proj.weight.data.mul_(3.0)
     anew = with_runner(ShortBlocks(model, engine="views"), kernels=EXACT, packing="copy")
     assert made.generate([[5, 9, 4]], **how)[0].tokens == anew.generate([[5, 9, 4]], **how)[0].tokens != before
-    one = with_runner(Target(model, engine="views"), kernels=EXACT, packing="copy")
-    assert one.exact_stack is one.exact_stack and one.exact_stack.exit_heads is None
-    one.exit_heads = ExitHeads([1], 32, 4)
-    assert one.exact_stack.exit_heads is one.stack.exit_heads is not None

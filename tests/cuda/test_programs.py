@@ -14,6 +14,7 @@ from selfspec.kernels.suite import REFERENCE
 from tests.cuda.standin import with_runner
 from tests.helpers import Always, audit_cache, audit_pages, check_rounds, make_prompts
 from tests.models import build, tiny
+from tests.slow import slow
 from tests.target import Target
 
 LENGTHS, NEW = (5, 12, 3, 9), (21, 9, 30, 26)
@@ -90,12 +91,13 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", [one if one in ("fixed", "survival") else slow(one) for one in POLICIES])
 def test_programs_give_the_tokens_of_plain_decoding_however_rows_end(name):
     rounds, _ = check(POLICIES[name](), requests())
     assert max(round_.program_index for round_ in rounds) > 1
 
 
+@pytest.mark.slow
 def test_up_to_32_rows_are_one_recording():
     asked = requests(19, ends=False)
     rounds, target = check(Always(2, 2, num_rounds=99), asked, audit=False)
@@ -130,8 +132,7 @@ def test_a_row_that_ends_leaves_the_round_in_flight_to_the_others():
     assert rounds[-1].rows, "no round of rows that have all ended"
 
 
-@pytest.mark.parametrize("problem", [KeyboardInterrupt, RuntimeError])
-@pytest.mark.parametrize("when", ["launch", "take"])
+@pytest.mark.parametrize(("problem", "when"), [(KeyboardInterrupt, "launch"), (RuntimeError, "take")])
 def test_what_is_in_flight_when_a_program_breaks_off_costs_no_token(monkeypatch, problem, when):
     honest, calls = getattr(RecordedRounds, when), []
 
@@ -171,7 +172,7 @@ def content_of_a_token_less(state, num_kept, *more):
     REFERENCE.advance(state, num_kept - (num_kept > 1).int(), *more)
 
 
-def room_as_it_was(state, *more):
+def same_remaining(state, *more):
     before = state[:, 2].clone()
     REFERENCE.advance(state, *more)
     state[:, 2] = before
@@ -190,7 +191,8 @@ def all_rows_end_with_one(state, num_kept, ended, last):
 
 
 @pytest.mark.parametrize(
-    "fault", [content_of_a_token_less, room_as_it_was, the_token_fed_before, ended_rows_go_on, all_rows_end_with_one]
+    "fault",
+    [content_of_a_token_less, same_remaining, the_token_fed_before, ended_rows_go_on, all_rows_end_with_one],
 )
 @pytest.mark.slow
 def test_faults_of_advancing_are_noticed(fault):

@@ -80,7 +80,7 @@ def moved_by(launches: list[Launch]) -> Moved:
 
 
 def _range(a: dict[str, Any], at: int, length: int) -> tuple[int, int, int, int]:
-    """Tokens [low, high) of a tile without a tree; where its splits begin, and their size."""
+    """Tokens [low, high) of a tile; where its splits begin, and their size."""
     high, low = min(at + a["QUERIES"], length), 0
     if a["WINDOW"]:
         low = max(low, at - a["window"] + 1)
@@ -97,7 +97,7 @@ def _range(a: dict[str, Any], at: int, length: int) -> tuple[int, int, int, int]
 def interpreted(keys: Tensor, values: Tensor, queries: Tensor, layout: Layout) -> Iterator[dict[str, int]]:
     """Bytes that kernels move within, by the interpreter's loads and stores: of keys, of queries, and of results."""
     counted = {"keys": 0, "queries": 0, "results": 0}
-    described = [one for one in [*layout[:7], *(layout.trees or ())] if isinstance(one, Tensor)]
+    described = layout[:7]
     known = [(keys, "keys"), (values, "keys"), (queries, "queries"), *((one, "") for one in described)]
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
 

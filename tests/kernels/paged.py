@@ -18,19 +18,11 @@ def by_formula(call, scale, window=None, chunk=None, softcap=None, sinks=None):
         if slot < 0:
             continue
         length, own = int(layout.lengths[slot]), int(layout.positions[token])
-        root = length if layout.trees is None else int(layout.trees.roots[slot])
-        seen = []
-        for at in range(length):
-            if at < root:
-                position, visible = at, at <= own
-            else:
-                position = int(layout.trees.positions[slot, at - root])
-                visible = (int(layout.trees.ancestors[token]) >> (at - root)) & 1
-            away = own - position
-            near = window is None or away < window
-            together = chunk is None or position // chunk == own // chunk
-            if visible and near and together:
-                seen.append(at)
+        seen = [
+            at
+            for at in range(min(length, own + 1))
+            if (window is None or own - at < window) and (chunk is None or at // chunk == own // chunk)
+        ]
         pages = layout.pages[slot].tolist()
         places = [pages[at // page_size] * page_size + at % page_size for at in seen]
         for head in range(call.queries.shape[1]):

@@ -21,7 +21,7 @@ def strided(tensor):
 
 def calls():
     """A right call of every kernel: name -> arguments by name."""
-    paged = samples.paged([(20, 3), (0, 0), (5, 1)], 4, 2, 8, 16, trees=True)
+    paged = samples.paged([(20, 3), (0, 0), (5, 1)], 4, 2, 8, 16)
     key = {"key": paged.key, "value": paged.value, "keys": paged.keys, "values": paged.values}
     attend = {
         "queries": paged.queries,
@@ -33,8 +33,8 @@ def calls():
     sampling = samples.sampling([(0.8, 0, 1.0, 0.0), (0.0, 5, 0.9, 0.1)], 0)
     accept = {
         "fed": torch.arange(6), "picks": torch.arange(6), "starts": torch.tensor([0, 3]).int(),
-        "counts": torch.tensor([3, 3]).int(), "room": torch.tensor([9, 9]).int(), "eos": torch.full((2, 2), -1),
-        "most_new": 3, "sums": torch.zeros(2, 3, dtype=torch.int64),
+        "counts": torch.tensor([3, 3]).int(), "remaining": torch.tensor([9, 9]).int(), "eos": torch.full((2, 2), -1),
+        "most_new": 3,
     }  # fmt: skip
     norms = [Norm(torch.ones(8), 1e-6) for _ in range(4)]
     hidden = torch.randn(4, 8)
@@ -105,7 +105,6 @@ HARMLESS = {
     ("shape", "eos"),
     ("shape", "pages"),
     ("shape", "logits"),
-    ("shape", "sums"),
     ("dtype", "sinks"),
     ("shape", "state"),
 }

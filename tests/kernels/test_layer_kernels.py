@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from selfspec.kernels import layer_reference
+from selfspec.kernels import reference
 from selfspec.kernels.layout import Norm
 from tests.kernels import samples
 
@@ -16,9 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder
 
-from selfspec.kernels.fused_gate import gate
-from selfspec.kernels.fused_norm import add_norm
-from selfspec.kernels.fused_rotary import rotate
+from selfspec.kernels.fused_layer import add_norm, gate, rotate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -60,7 +58,7 @@ def test_addition_and_norm(count, size, parts, offset, dtype):
     norm, post = a_norm(size, dtype, offset), a_norm(size, dtype, offset, 1e-3)
     named = {"branch": branch, "norm": norm, "post": post}
     call = hidden, *(one if name in parts.split() else None for name, one in named.items())
-    for got, wanted in zip(add_norm(*call), layer_reference.add_norm(*call), strict=True):
+    for got, wanted in zip(add_norm(*call), reference.add_norm(*call), strict=True):
         if wanted is None:
             assert got is None
         else:
@@ -69,7 +67,7 @@ def test_addition_and_norm(count, size, parts, offset, dtype):
 
 def qkv_call(rows, heads, kv_heads, dim, dtype, padding=0, norms=None, seed=0):
     """A call of `rotate`: what no row has written is NaN, and so are unused lines of the tables."""
-    paged = samples.paged(rows, heads, kv_heads, dim, 4, seed, trees=True, padding=padding, dtype=dtype)
+    paged = samples.paged(rows, heads, kv_heads, dim, 4, seed, padding=padding, dtype=dtype)
     count, longest = len(paged.layout.positions), paged.layout.most_tokens
     angles = torch.randn(2, longest + 3, dim // 2).to(dtype)
     angles[:, longest:] = float("nan")
@@ -87,7 +85,7 @@ def qkv_call(rows, heads, kv_heads, dim, dtype, padding=0, norms=None, seed=0):
 def test_rotation_and_write(rows, heads, padding, norms, dtype):
     call = qkv_call(rows, *heads, dtype, padding, norms)
     made = []
-    for kernel in (rotate, layer_reference.rotate):
+    for kernel in (rotate, reference.rotate):
         keys, values = call[1].clone(), call[2].clone()
         made.append((kernel(call[0], keys, values, *call[3:]), keys, values))
     for got, wanted in zip(*made, strict=True):
@@ -100,7 +98,7 @@ def test_rotation_and_write(rows, heads, padding, norms, dtype):
 @pytest.mark.parametrize(("count", "inner", "activation"), [(2, 48, "silu"), (1, 1500, "gelu_tanh"), (1, 1, "silu")])
 def test_activation_and_product(count, inner, activation, dtype):
     gate_up = torch.randn(count, 2 * inner).mul(3).to(dtype)
-    agree(gate(gate_up, activation), layer_reference.gate(gate_up, activation), roundings=2)  # activation and product
+    agree(gate(gate_up, activation), reference.gate(gate_up, activation), roundings=2)  # activation and product
 
 
 @each_dtype
