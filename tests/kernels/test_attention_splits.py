@@ -26,7 +26,7 @@ def of_recording(batch, context, new, heads):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"window": 150}, slow({"chunk": 256}), {"split": 128}, slow({"tile_rows": 32})]
+    "options", [slow({}), {"window": 150}, slow({"chunk": 256}), slow({"split": 128}), slow({"tile_rows": 32})]
 )
 @pytest.mark.parametrize("more", [slow(0), 3000])
 def test_bytes_are_those_that_the_interpreter_loads_and_stores(options, more):
@@ -46,7 +46,7 @@ def test_bytes_are_those_that_the_interpreter_loads_and_stores(options, more):
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("new", [1, 5])
 @pytest.mark.parametrize("context", [1024, 8192])
-@pytest.mark.parametrize("batch", [1, 4, 8, 32])
+@pytest.mark.parametrize("batch", [1, 8, 32])
 def test_few_bytes_are_moved_beyond_what_the_operation_needs(batch, context, new, heads):
     """A row alone has too few splits to fill a device at that price: there, time is latency and not bytes."""
     call = of_recording(batch, context, new, heads)
@@ -57,7 +57,7 @@ def test_few_bytes_are_moved_beyond_what_the_operation_needs(batch, context, new
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("batch", [1, 4, 8, 32])
+@pytest.mark.parametrize("batch", [1, 32])
 def test_programs_fill_a_device(batch, heads):
     call = of_recording(batch, 8192, 1, heads)
     programs = moved_by(launches_of(lambda: paged_attention.attend(*call))).programs
@@ -109,7 +109,7 @@ def products_by_rows(monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"window": 70}, slow({"chunk": 96}), {"sinks": torch.tensor([0.5, 3.0, 0.0, -1.0])}, slow({"softcap": 2.0})],
+    [slow({}), {"window": 70}, slow({"chunk": 96}), slow({"sinks": torch.tensor([0.5, 3.0, 0.0, -1.0])})],
     ids=lambda options: next(iter(options), "plain"),
 )
 def test_with_a_fixed_split_and_tile_a_row_has_the_same_bits_in_any_call(products_by_rows, options):

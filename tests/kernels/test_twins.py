@@ -10,6 +10,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from selfspec.kernels import fused_accept, fused_pick, paged_attention, reference
 from tests.kernels import twins
 
+pytestmark = pytest.mark.slow  # the kernels' own tests compare each of them; this is what runs on a device
+
 
 def small_cases():
     return list(twins.check_kernels("cpu", ((4, 2, 16),), most=64))
@@ -22,7 +24,6 @@ def test_every_kernel_agrees_with_its_reference():
     assert [case for case in cases if not case.agrees] == []
 
 
-@pytest.mark.slow
 def test_a_broken_kernel_is_found(monkeypatch):
     def careless(queries, keys, values, layout, *given, honest=reference.attend, **options):  # reads unwritten slots
         beyond = layout._replace(
