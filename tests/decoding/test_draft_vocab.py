@@ -280,13 +280,10 @@ def test_the_default_drafts_over_a_part_where_that_pays_and_changes_no_token(eng
     with torch.no_grad():
         model.lm_head.weight[20:] *= 0.1  # it writes the first tokens only, nearly always
     target, prompts = Target(model, engine=engine), make_prompts(lengths, seed=1)
-    greedy, sampled, exact = Watched(), Watched(), Watched()
+    greedy, sampled = Watched(), Watched()
     check_equals_generate(target, prompts, greedy, 90)
     check_equals_plain(target, prompts, sampled, max_new_tokens=90, temperature=0.6, seed=4)
-    plain = target.generate(prompts, policy="plain", exact=True, max_new_tokens=90)
-    drafted = target.generate(prompts, policy=exact, exact=True, max_new_tokens=90)
-    assert [c.tokens for c in drafted] == [c.tokens for c in plain]
-    for policy in (greedy, sampled, exact):
+    for policy in (greedy, sampled):
         over = [outcome for plan, outcome in policy.seen if plan.draft_vocab is not None]
         assert {plan.draft_vocab for plan, _ in policy.seen} <= {None, 12, 24}
         assert sum(outcome.num_accepted for outcome in over) > 0

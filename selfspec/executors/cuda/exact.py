@@ -47,7 +47,7 @@ def exact_stack(source: Stack, rows: int = ROWS, wide: int = WIDE, checked: Sequ
         UnsupportedModelError: the model's own modules would run, or the fused layers are not exact on this device.
     """
     if source.llama is None:
-        reason = "its layers are of another kind"
+        reason = "its layers are of another kind" if source.ranks is None else "it is spread over several processes"
     elif source.runner is None or source.runner.refused is not None:
         reason = "here its own modules run"
     else:
