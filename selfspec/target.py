@@ -27,7 +27,7 @@ from selfspec.errors import got, refuse_unknown, whole
 from selfspec.executors.cpu.install import check_engine, choose
 from selfspec.executors.cuda.exact import exact_stack
 from selfspec.executors.cuda.runner import install
-from selfspec.kernels.room import give_back
+from selfspec.kernels.large_pages import trim_memory
 from selfspec.learn import Learner
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.file_weights import FileWeights
@@ -136,7 +136,7 @@ class Target:
         self.exit_heads = self._exit_heads
         if self._file is not None and self.engine == "compiled":
             self._file.release()  # nobody else has the model yet
-            give_back()
+            trim_memory()
 
     @property
     def exit_heads(self) -> ExitHeads | None:

@@ -22,7 +22,7 @@ from selfspec.calibrate.measure import measure
 from selfspec.control.cost_table import Copies, Table
 from selfspec.control.costs import Costs
 from selfspec.files import write_whole
-from selfspec.kernels.places import cache_folder, say_unkept
+from selfspec.kernels.machine import cache_folder, warn_not_kept
 from selfspec.model.fingerprint import device_name, heads_of, shape_of, weights_of
 from selfspec.model.stack import Stack
 from selfspec.version import __version__
@@ -243,7 +243,7 @@ def _write(kind: Kind, key: Mapping[str, Any], content: Mapping[str, Any]) -> Pa
         write_whole(path, lambda stream: stream.write(text.encode()))
         return path
     except OSError as problem:
-        say_unkept(problem)
+        warn_not_kept(problem)
         return None
 
 
