@@ -25,7 +25,7 @@ from selfspec.executors.cpu.body import CompiledBody
 from selfspec.executors.cpu.buffers import Drafter, ProgramLimits, StopRule
 from selfspec.executors.cpu.rounds import CompiledRounds
 from selfspec.executors.pick import Sampling
-from selfspec.executors.picker import Picker, told_of
+from selfspec.executors.picker import Picker, packed_samplings
 from selfspec.executors.shadow import shadow_picks
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.stack import Stack
@@ -119,7 +119,7 @@ class _Recorder:
         for start in range(0, len(accepted), ROWS):
             members = range(start, min(start + ROWS, len(accepted)))
             rows, owned = self.branch([self.prompt_length - 1 + i for i in members], 1 + self.wrong_steps)
-            last, sampling = [self.content[row.position] for row in rows], told_of([self.sampling] * len(rows))
+            last, sampling = [self.content[row.position] for row in rows], packed_samplings([self.sampling] * len(rows))
             spans = [Span(*row) for row in rows]
             lengths, limits = [row.length for row in rows], ProgramLimits(1, 0.0, [()] * len(rows))
             [done] = rounds.run(self.cache, spans, last, sampling, lengths, drafter, limits)

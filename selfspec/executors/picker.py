@@ -43,7 +43,9 @@ class Picker:
         """Picks at N positions; see `kernels.pick.scored` for the arguments, and `best_of` for confidences."""
         tokens = None if subset is None else subset.tokens
         if self.is_compiled:
-            return compiled_pick(logits, told_of(samplings), positions, tokens, with_confidence, with_alternatives)
+            return compiled_pick(
+                logits, packed_samplings(samplings), positions, tokens, with_confidence, with_alternatives
+            )
         at, fused = tensor_of(positions, logits.device), pick_for(logits.device)
         if fused is not None and not with_alternatives:
             return Picks(*fused(logits, sampling_tensors(samplings, at), tokens), None)
@@ -55,13 +57,13 @@ class Picker:
         return Picks(to_token_ids(best, subset), confidences, others)
 
 
-def told_of(samplings: Sequence[Sampling]) -> bytes:
-    """How rows pick, as compiled functions are told."""
-    return b"".join([_told(sampling) for sampling in samplings])
+def packed_samplings(samplings: Sequence[Sampling]) -> bytes:
+    """How rows pick, for compiled functions: `sampling_bytes` of each, joined."""
+    return b"".join([_packed(sampling) for sampling in samplings])
 
 
 @lru_cache(maxsize=64)
-def _told(sampling: Sampling) -> bytes:
+def _packed(sampling: Sampling) -> bytes:
     return sampling_bytes(*sampling.filters, sampling.seed, *sampling.penalties)
 
 
@@ -74,7 +76,7 @@ def _agrees() -> bool:
     positions = [i << 30 for i in range(len(samplings))]
     scores = scored(logits, samplings, torch.tensor(positions))
     wanted, confidences = best_of(scores)
-    how = told_of(samplings)
+    how = packed_samplings(samplings)
     picks, found, others = compiled_pick(logits, how, positions, with_confidence=True, with_alternatives=True)
     assert found is not None and others is not None
     same = torch.equal(picks, wanted) and torch.equal(others, alternatives(scores, wanted))

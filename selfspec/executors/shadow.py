@@ -17,7 +17,7 @@ from selfspec.executors.cpu.body import CompiledBody
 from selfspec.executors.cpu.shadow import can_compute_shadow, compiled_shadow
 from selfspec.executors.penalties import Penalty
 from selfspec.executors.pick import Sampling
-from selfspec.executors.picker import Picker, told_of
+from selfspec.executors.picker import Picker, packed_samplings
 from selfspec.kernels.gumbel import gumbel
 from selfspec.kernels.pick import filtered
 from selfspec.model.kv_cache import tensor_of
@@ -85,7 +85,7 @@ def in_one_call(
     hidden = stack.through_heads(hidden, layers)
     num_likely = min(NUM_TOP, target.shape[1]) - 1
     return compiled_shadow(
-        body, hidden, told_of(samplings), positions, target, target_picks, num_likely, stack.others, penalty
+        body, hidden, packed_samplings(samplings), positions, target, target_picks, num_likely, stack.others, penalty
     )
 
 

@@ -22,7 +22,7 @@ from selfspec.executors.cpu.buffers import (
 from selfspec.executors.cpu.pick_data import PickData
 from selfspec.executors.cpu.rounds import CompiledRounds, max_rounds
 from selfspec.executors.penalties import Penalties
-from selfspec.executors.picker import Picker, told_of
+from selfspec.executors.picker import Picker, packed_samplings
 from selfspec.executors.program import Executed, Executor, RoundDraft, next_exit
 from selfspec.executors.rows import Row
 from selfspec.executors.verdict import Verdict
@@ -108,7 +108,7 @@ class CpuExecutor(Executor):
             lengths = [min(length, room) for length, room in zip(plan.draft_lengths, rooms, strict=True)]
         drafter = self._drafter(plan) if plan.exit_layer and given is None else None
         spans = [Span(row.pages, len(row.content) - 1, n) for row, n in zip(rows, lengths, strict=True)]
-        last, how = [row.content[-1] for row in rows], told_of([row.request.sampling for row in rows])
+        last, how = [row.content[-1] for row in rows], packed_samplings([row.request.sampling for row in rows])
         data = PickData.of(rows, self.stack.vocab_size)
         results = self._rounds.run(self.cache, spans, last, how, rooms, drafter, limits, given, hidden_states, data)
         inside = sum([sum(result.draft_seconds) + sum(result.verify_seconds) for result in results])

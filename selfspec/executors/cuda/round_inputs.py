@@ -56,7 +56,7 @@ class RowRound(NamedTuple):
     drafted: list[int]
     accepted: int  # number of accepted drafted tokens
     block: list[int]  # accepted drafted tokens and the target's next token, before any cut; empty if it ended before
-    kept: int  # tokens of the block up to the one that ends the row, at most the row's room
+    kept: int  # tokens of the block up to the one that ends the row, at most the row's remaining ones
     confidences: tuple[float, ...]  # of drafted tokens; empty if not reported
 
     @property
@@ -66,7 +66,7 @@ class RowRound(NamedTuple):
 
 
 class RoundInputs:
-    """The input buffers of one recorded round, and the places on the host for its results.
+    """The input buffers of one recorded round, and the buffers on the host for its results.
 
     The rows are empty slots until they are filled. A round changes them into the rows of the next round.
     """
