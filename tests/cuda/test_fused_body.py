@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from selfspec.executors.cuda.fused_body import FusedBody
 from selfspec.executors.cuda.packed_linear import PackedLinear
 from selfspec.executors.cuda.runner import install
 from selfspec.executors.cuda.static_rows import StaticRows
-from selfspec.kernels.suite import REFERENCE, triton_kernels
+from selfspec.kernels.suite import REFERENCE
 from selfspec.model.kv_cache import PagedCache
 from selfspec.model.stack import Stack
 from tests.cuda.standin import runner_of, with_runner
@@ -176,29 +175,6 @@ def test_a_layer_takes_ten_launches(family):
         counts.append(len(names) + len(kernels) // 2)  # the run before is counted by the kernels, too
     assert counts[1] - counts[0] == 10
     assert counts[0] <= 11, "the last sum is one more"
-
-
-@pytest.mark.slow
-@torch.inference_mode()
-def test_each_triton_kernel_is_one_launch_and_attention_two_at_most():
-    pytest.importorskip("triton", reason="Triton is not installed")
-    from triton.runtime.interpreter import GridExecutor
-
-    stack, launched, call = Stack(build("gemma3_text")), [], GridExecutor.__call__
-    layout, _ = layout_of([(0, 1)], PAGE)
-
-    def counted(self, *args, **kwargs):
-        launched.append(self.fn.__name__)
-        with _disable_current_modes():
-            return call(self, *args, **kwargs)
-
-    counts = []
-    for num_layers in (1, 2):
-        launched.clear()
-        with patch.object(GridExecutor, "__call__", counted):
-            names = launches(FusedBody(stack.llama, triton_kernels(), "copy"), layout, num_layers)
-        counts.append(len(names) + len(launched) // 2)  # launched counts the run before, too
-    assert counts[1] - counts[0] <= 10, launched
 
 
 @pytest.mark.parametrize("family", FAMILIES)

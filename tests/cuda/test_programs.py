@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from selfspec.control.plan import NUM_BINS, Plan, Policy, SurvivalStop
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.request import Request
 from selfspec.executors.cuda import shapes
@@ -14,7 +13,6 @@ from selfspec.kernels.suite import REFERENCE
 from tests.cuda.standin import with_runner
 from tests.helpers import Always, audit_cache, audit_pages, check_rounds, make_prompts
 from tests.models import build, tiny
-from tests.slow import slow
 from tests.target import Target
 
 LENGTHS, NEW = (5, 12, 3, 9), (21, 9, 30, 26)
@@ -70,31 +68,6 @@ def check(policy, asked, **options):
     for round_ in rounds:  # nothing is wasted but what an end cut off
         assert round_.num_wasted <= sum(len(row.drafted) + 1 - len(row.tokens) for row in round_.rows)
     return rounds, target
-
-
-class Stops(Policy):
-    """Drafts that end by survival or by confidence, in programs of many rounds."""
-
-    def __init__(self, stop, least=0.0):
-        self.stop, self.least = stop, least
-
-    def plan(self, rows):
-        return Plan(2, (4,) * len(rows), self.least, stop=self.stop, keep_confidence=True, num_rounds=99)
-
-
-POLICIES = {
-    "plain": lambda: Always(None, 0, num_rounds=99),
-    "fixed": lambda: Always(2, 3, num_rounds=99),
-    "programs of three": lambda: Always(3, 4, num_rounds=3),
-    "confidence": lambda: Stops(None, 0.2),
-    "survival": lambda: Stops(SurvivalStop(tuple(i / NUM_BINS for i in range(NUM_BINS)), 0.1)),
-}
-
-
-@pytest.mark.parametrize("name", [one if one in ("fixed", "survival") else slow(one) for one in POLICIES])
-def test_programs_give_the_tokens_of_plain_decoding_however_rows_end(name):
-    rounds, _ = check(POLICIES[name](), requests())
-    assert max(round_.program_index for round_ in rounds) > 1
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from selfspec.executors.cuda.shapes import token_capacity
 from selfspec.kernels import paged_attention, reference
 from selfspec.kernels.attention_splits import Device, tiling_of
 from tests.kernels import samples
-from tests.kernels.attention_bytes import decoding, interpreted, launches_of, moved_by
+from tests.kernels.attention_bytes import decoding, launches_of, moved_by
 from tests.slow import slow
 
 HEADS = [(32, 8, 128), (32, 32, 128), (9, 3, 64), (16, 8, 256)]
@@ -23,24 +23,6 @@ HEADS = [(32, 8, 128), (32, 32, 128), (9, 3, 64), (16, 8, 256)]
 def of_recording(batch, context, new, heads):
     """A call of decoding in a recording: rows are shorter than what it is for."""
     return decoding(batch, context, new, *heads, token_capacity(context, 1 << 30))
-
-
-@pytest.mark.parametrize(
-    "options", [slow({}), {"window": 150}, slow({"chunk": 256}), slow({"split": 128}), slow({"tile_rows": 32})]
-)
-@pytest.mark.parametrize("more", [slow(0), 3000])
-def test_bytes_are_those_that_the_interpreter_loads_and_stores(options, more):
-    """A tile reads its keys once, and no partial result of a split beyond a row's end is written or read."""
-    call = samples.paged([(397, 3), (0, 0), (130, 1), (3, 9)], 4, 2, 16, 16, padding=1)
-    layout = call.layout._replace(most_tokens=call.layout.most_tokens + more)
-
-    def attend():
-        return paged_attention.attend(call.queries, call.keys, call.values, layout, 0.25, **options)
-
-    moved = moved_by(launches_of(attend))
-    with interpreted(call.keys, call.values, call.queries, layout) as counted:
-        attend()
-    assert counted == {"keys": moved.keys, "queries": moved.queries, "results": moved.results}
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
