@@ -56,8 +56,8 @@ def run(target, prompts, policy, batch, keep_logits, seed=0, chunk=512, page_siz
     ("make", "batch", "chunk", "page_size", "keep_logits"),
     [
         (lambda: Schedule(1, 4), 3, 20, 32, False),
-        (lambda: Schedule(2, 4), 4, 7, 16, True),
-        (lambda: WithSecondChoices(3, 4, plain=False, lookup=False), 2, 50, 16, True),
+        slow(lambda: Schedule(2, 4), 4, 7, 16, True),
+        slow(lambda: WithSecondChoices(3, 4, plain=False, lookup=False), 2, 50, 16, True),
     ],
     ids=["rounds", "layers", "second choices, which are left out"],
 )
@@ -74,6 +74,7 @@ def test_tokens_and_logits_are_those_of_plain_decoding_alone(family, dtype, make
     assert runner.graphs.num_recorded > before and runner.refused is None
 
 
+@pytest.mark.slow
 def test_the_rounding_of_products_in_float32_depends_on_rows_here():
     """Else the test above would prove little."""
     counts = target("llama", "float32").exact_stack.runner.narrow.row_counts.values()

@@ -320,7 +320,7 @@ def installed(model, seconds, caplog, owned=False, **kernels):
     return stack
 
 
-@pytest.mark.parametrize("owned", [True, False])
+@pytest.mark.parametrize("owned", [True, slow(False)])
 def test_fused_layers_that_are_faster_are_used(caplog, owned):
     stack = installed(build("llama"), (2e-3, 1e-3), caplog, owned)
     assert isinstance(stack.recorded, FusedBody) and stack.recorded.packing == ("share" if owned else "copy")
@@ -347,7 +347,7 @@ def test_other_families_keep_the_views(caplog):
     assert "fused layers do not serve this model" in caplog.text
 
 
-@pytest.mark.parametrize("wrong", ["raises", "wrong"])
+@pytest.mark.parametrize("wrong", [slow("raises"), "wrong"])
 def test_fused_layers_that_are_wrong_here_are_not_used(caplog, wrong):
     def gate(gate_up, activation):
         if wrong == "raises":
@@ -365,9 +365,7 @@ def test_fused_layers_that_are_wrong_here_are_not_used(caplog, wrong):
 # ------------------------------------------------------------------------------------------------------------- decoding
 
 
-@pytest.mark.parametrize(
-    ("family", "max_rows"), [("gemma3_text", 8), *(slow(one, size) for one in FAMILIES for size in (0, 8))]
-)
+@pytest.mark.parametrize(("family", "max_rows"), [slow(one, size) for one in FAMILIES for size in (0, 8)])
 def test_tokens_are_those_of_the_ordinary_engine(family, max_rows):
     prompts = make_prompts([3, 20, 11])
     model = build(family)

@@ -13,6 +13,7 @@ from selfspec.kernels.suite import REFERENCE
 from tests.cuda.standin import with_runner
 from tests.helpers import Always, audit_cache, audit_pages, check_rounds, make_prompts
 from tests.models import build, tiny
+from tests.slow import slow
 from tests.target import Target
 
 LENGTHS, NEW = (5, 12, 3, 9), (21, 9, 30, 26)
@@ -105,7 +106,7 @@ def test_a_row_that_ends_leaves_the_round_in_flight_to_the_others():
     assert rounds[-1].rows, "no round of rows that have all ended"
 
 
-@pytest.mark.parametrize(("problem", "when"), [(KeyboardInterrupt, "launch"), (RuntimeError, "take")])
+@pytest.mark.parametrize(("problem", "when"), [(KeyboardInterrupt, "launch"), slow(RuntimeError, "take")])
 def test_what_is_in_flight_when_a_program_breaks_off_costs_no_token(monkeypatch, problem, when):
     honest, calls = getattr(RecordedRounds, when), []
 

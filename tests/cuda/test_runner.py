@@ -24,7 +24,7 @@ from tests.target import Target
     ("family", "max_rows"),
     [
         ("gpt2", 0),
-        ("qwen3", 8),
+        slow("qwen3", 8),
         slow("gemma2", 8),
         slow("opt", 8),
     ],

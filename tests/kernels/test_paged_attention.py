@@ -15,6 +15,7 @@ from selfspec.kernels.attention_splits import tile_rows_for
 from selfspec.model.attention import Reach, attend_rows
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from tests.kernels import samples
+from tests.slow import slow
 
 paged_attention = pytest.importorskip("selfspec.kernels.paged_attention", reason="Triton is not installed")
 
@@ -111,7 +112,7 @@ def check(call, **options):
 
 
 @pytest.mark.parametrize("split", [None, 256])
-@pytest.mark.parametrize("dim", [64, 256])
+@pytest.mark.parametrize("dim", [64, slow(256)])
 def test_kernel_reads_rows_of_several_stretches(dim, split):
     edges = [256 + offset for offset in (-3, -2, 0)]
     check(samples.paged([(edge, 3) for edge in edges] + [(2 * 256 + 5, 1)], 2, 1, dim, 64), split=split)
@@ -124,7 +125,7 @@ def test_stretches_that_hold_nothing_visible_add_nothing(options):
     check(samples.paged([(600, 2), (255, 4)], 2, 1, 16, 16), **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 9}, {"sinks": torch.tensor([0.5, 3.0, 0.0, -1.0])}])
+@pytest.mark.parametrize("options", [{}, slow({"window": 9}), slow({"sinks": torch.tensor([0.5, 3.0, 0.0, -1.0])})])
 def test_kernel_reads_prompts_in_blocks_of_queries(options):
     assert tile_rows_for(2, 40, 4) < 2 * 40
     check(samples.paged([(0, 40), (30, 33), (5, 1)], 4, 2, 16, 16), **options)
