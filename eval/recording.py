@@ -25,7 +25,7 @@ from selfspec.executors.cpu.body import CompiledBody
 from selfspec.executors.cpu.buffers import Drafter, ProgramLimits, StopRule
 from selfspec.executors.cpu.rounds import CompiledRounds
 from selfspec.executors.pick import Sampling
-from selfspec.executors.picker import Picker, told_of
+from selfspec.executors.picker import Picker, packed_samplings
 from selfspec.executors.shadow import shadow_picks
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.stack import Stack
@@ -119,7 +119,7 @@ class _Recorder:
         for start in range(0, len(accepted), ROWS):
             members = range(start, min(start + ROWS, len(accepted)))
             rows, owned = self.branch([self.prompt_length - 1 + i for i in members], 1 + self.wrong_steps)
-            last, sampling = [self.content[row.position] for row in rows], told_of([self.sampling] * len(rows))
+            last, sampling = [self.content[row.position] for row in rows], packed_samplings([self.sampling] * len(rows))
             spans = [Span(*row) for row in rows]
             lengths, limits = [row.length for row in rows], ProgramLimits(1, 0.0, [()] * len(rows))
             [done] = rounds.run(self.cache, spans, last, sampling, lengths, drafter, limits)
@@ -175,7 +175,9 @@ class _Recorder:
         for e in self.exits:
             logits = self.stack.logits(taps[e], e)
             log_q = logits.log_softmax(-1)
-            chosen, confidences, second = self.picker(logits, samplings, positions, with_sure=True, with_seconds=True)
+            chosen, confidences, second = self.picker(
+                logits, samplings, positions, with_confidence=True, with_alternatives=True
+            )
             assert confidences is not None and second is not None
             divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
             rows.append([x.numpy(force=True) for x in (chosen == judged, confidences, divergence, second == judged)])
@@ -200,9 +202,9 @@ class _Recorder:
         def choose(hidden: Tensor, live: list[int], step: int) -> tuple[Tensor, list[int]]:
             logits = self.stack.logits(hidden, exit_layer)
             positions = [rows[r].position + step + 1 for r in live]
-            picks = self.picker(logits, [self.sampling] * len(live), positions, with_sure=True)
-            assert picks.sure is not None
-            into[members[live], step] = picks.sure.numpy(force=True)
+            picks = self.picker(logits, [self.sampling] * len(live), positions, with_confidence=True)
+            assert picks.confidences is not None
+            into[members[live], step] = picks.confidences.numpy(force=True)
             return picks.tokens, live
 
         draft_by_exit(self.stack, self.cache, rows, tokens, exit_layer, choose)

@@ -25,8 +25,7 @@ from selfspec.control.plan import (
     SurvivalStop,
 )
 from selfspec.decoding.engine import Engine
-from selfspec.executors.cuda.exact_runner import install_exact
-from selfspec.model.exact import ExactStack
+from selfspec.executors.cuda.exact import exact_stack
 from tests.models import SHARED
 from tests.target import Target
 
@@ -153,11 +152,11 @@ class Always(Policy):
 
 
 class ShortBlocks(Target):
-    """A target whose exact mode has blocks so small that short prompts are read by wide ones too."""
+    """A target whose exact mode on the stand-in has blocks so small that short prompts fill some."""
 
     @cached_property
     def exact_stack(self):
-        return ExactStack(self.stack, rows=8, wide=16, install=install_exact)
+        return exact_stack(self.stack, rows=8, wide=16, checked=(37, 21, 6))
 
 
 # ------------------------------------------------------------------------------------------------------------- judges

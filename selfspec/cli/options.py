@@ -155,8 +155,8 @@ class Drafting(Opening):
         metavar="FOLDER",
     )
     exact: bool = _draft(
-        "Run every call in constant shapes: text and logits are then the same to the last bit however they were "
-        "drafted and batched, in bfloat16 too. Idle tokens cost some speed.",
+        "Text and logits are the same to the last bit however they were drafted and batched, in bfloat16 too. It needs "
+        "compiled layers on CPU, or fused layers on CUDA, and may cost some speed.",
         "--exact",
         default=False,
     )

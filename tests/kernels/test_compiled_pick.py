@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selfspec.core import SamplingParams
-from selfspec.executors.pick import confidences_of, filtered, scored
 from selfspec.kernels.compiled_pick import compiled_pick, sampling_bytes
+from selfspec.kernels.pick import best_of, filtered, scored
 
 GRID = list(itertools.product([0.0, 0.6, 1.0, 1.7], [0, 1, 7, 300], [1.0, 0.95, 0.3], [0.0, 0.1, 1.0]))
 a_kind = st.tuples(
@@ -30,7 +30,7 @@ def params_of(kind, seed):
 
 def by_torch(logits, params, positions):
     """Picks and their confidences."""
-    return confidences_of(scored(logits, params, torch.tensor(positions)))
+    return best_of(scored(logits, params, torch.tensor(positions)))
 
 
 def compiled(logits, params, positions, tokens=None):

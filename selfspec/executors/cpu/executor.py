@@ -23,8 +23,8 @@ from selfspec.executors.cpu.buffers import (
 from selfspec.executors.cpu.pick_data import PickData
 from selfspec.executors.cpu.rounds import CompiledRounds, max_rounds
 from selfspec.executors.penalties import Penalties
-from selfspec.executors.pick import filtered
 from selfspec.executors.picker import Picker, packed_params
+from selfspec.kernels.pick import filtered
 from selfspec.model.kv_cache import PagedCache, Span
 from selfspec.model.stack import Stack
 
