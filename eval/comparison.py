@@ -18,10 +18,11 @@ import yaml
 
 from eval.answers import Item, Row, groups, item_of
 from eval.comparison_report import render
-from eval.config import STUDY_SIZES, known
+from eval.config import STUDY_SIZES
 from eval.metrics import COMPARED, METRICS, OVER_BASELINE, TABLE, Group, drawn, value_of
 from eval.records import answers_path, by_question, read_lines, read_object
 from eval.summary import fastest_plain
+from selfspec.configuration import check_known
 
 ROUNDING = 1e-9  # tolerance between two ways to compute the same ratio
 IGNORED = ("time", "command", "load_average", "costs", "resumed", *STUDY_SIZES)  # keys that no answer depends on
@@ -117,10 +118,12 @@ def compare(
         ValueError: a name is unknown, the runs share no answered question, or a limited figure is missing.
     """
     for metric in limits:
-        known("metric", metric, COMPARED)
+        check_known("metric", metric, COMPARED)
     names = _names(before, after, methods, has_limits=bool(limits))
     metrics = [name for name in dict.fromkeys((*TABLE, *limits)) if name in COMPARED]
-    known("category", category, dict.fromkeys(name for n in names for name in groups(list(before.items[n].values()))))
+    check_known(
+        "category", category, dict.fromkeys(name for n in names for name in groups(list(before.items[n].values())))
+    )
     found = [_method(before, after, name, metrics, category) for name in names]
     has_lost = bool(limits) and any(method["num_lost"] for method in found)
     if not has_lost and not any(method["num_questions"] for method in found):
@@ -143,9 +146,9 @@ def _names(before: Run, after: Run, methods: Sequence[str], has_limits: bool) ->
     """The methods to compare."""
     for run in (before, after):
         if run.baseline is not None:
-            known(f"in {run.path} the baseline", run.baseline, run.answers)
+            check_known(f"in {run.path} the baseline", run.baseline, run.answers)
         for name in methods:
-            known(f"in {run.path} the method", name, run.answers)
+            check_known(f"in {run.path} the method", name, run.answers)
     names = list(dict.fromkeys(methods)) or [name for name in before.answers if name in after.answers]
     if not names:
         raise ValueError(f"the runs share no method: {', '.join(before.answers)} and {', '.join(after.answers)}")

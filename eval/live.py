@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 
 from eval import measurement
-from eval.config import check, check_least, option
 from eval.figures import plot_live
 from eval.live_table import render
 from eval.live_timing import STAGES, Call, Method, Workload, interleave, workload_of
@@ -29,6 +28,7 @@ from eval.recording import prior_of
 from eval.replay import Replayed, make, parse_policy, replay
 from eval.synthetic import random_prompts, synthetic_target
 from eval.tasks import Task, TaskConfig, check_tasks, configured, open_task, parser_of, run_command, save_traces
+from selfspec.configuration import check, check_least, option
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
 from selfspec.control.registry import CHOOSES_EXIT

@@ -7,7 +7,6 @@ far, and the same command resumes the run).
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import sys
@@ -18,7 +17,7 @@ from typing import Any
 from eval import measurement
 from eval.answers import Method, Skipped
 from eval.asking import Progress, Shared, ask_all, warm_up
-from eval.config import AUTO, FOLDER, RunConfig, add_flags, as_record, flags_given, read_run_config
+from eval.config import AUTO, RunConfig, as_record, config_of, parser_of
 from eval.decoders import LlamaCpp, Ours, Transformers
 from eval.external import External
 from eval.methods import LLAMA_CPP, file_name, parse_method
@@ -28,6 +27,7 @@ from eval.records import RunFolder, read_object, write_file
 from eval.report import publish
 from eval.studies import make_studies
 from eval.summary import compare_outputs, fastest_plain, summarise
+from selfspec.configuration import flags_given
 from selfspec.control.costs import Costs
 from selfspec.control.registry import NEEDS_COSTS
 
@@ -37,16 +37,8 @@ TEMPLATE_TOKENS = 64  # upper bound of the tokens that a chat template adds to a
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run or resume; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eval run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    default = str(FOLDER / "run.yaml")
-    parser.add_argument(
-        "config", nargs="?", default=default, help="YAML file with the keys below; default: %(default)s"
-    )
-    add_flags(parser, RunConfig)
-    options = parser.parse_args(arguments)
-    config = read_run_config(options.config, flags_given(options, RunConfig))
+    options = parser_of("run", RunConfig, __doc__).parse_args(arguments)
+    config = config_of(RunConfig, options.config, flags_given(options))
     session, code = Session(config), 0
     with contextlib.closing(session):
         try:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from eval.replay import PREFILL_CHUNK, Replayed, SimulatedRow, make, prefill, run_program
-from eval.serve_config import ServeConfig
-from eval.serve_figures import Served
-from eval.serve_load import output_lengths
+from eval.serve_load import Served, output_lengths
 from eval.serve_synthetic import GPUS, gpu_costs, synthetic_traces
 from eval.synthetic import config_of
 from eval.tasks import read_costs
@@ -24,6 +23,9 @@ from selfspec.control.costs import Costs
 from selfspec.control.plan import LOOKUP, Policy
 from selfspec.decoding.checked import CheckedPolicy
 from selfspec.decoding.engine import DEADLINE
+
+if TYPE_CHECKING:
+    from eval.serve import ServeConfig
 
 POOL = 32  # different random outputs; requests share them
 

@@ -15,15 +15,17 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from eval import config as configuration
 from eval import measurement
-from eval.config import FOLDER, Common, add_flags, check, check_least, flags_given, option, read_config
+from eval.config import Common, config_of
 from eval.figures import check_plots
 from eval.measurement import Say
 from eval.models import Endless, Ids, decode, measured_costs, open_target
-from eval.questions import encode, read_questions
+from eval.questions import encode, is_file, read_questions
 from eval.recording import prior_of, record
 from eval.replay import parse_policy
 from eval.traces import Trace, load, save
+from selfspec.configuration import check, check_least, flags_given, option
 from selfspec.control.acceptance import is_prior
 from selfspec.control.costs import Costs
 from selfspec.executors.pick import Sampling
@@ -38,7 +40,7 @@ class Task:
 
     name: str = option("", "Name in tables.")
     model: str = option("demo", "Model to open.")
-    questions: str = option("", "A question file.", is_file=True)
+    questions: str = option("", "A question file.", is_file=is_file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,16 +232,14 @@ def read_costs(path: str) -> dict[str, Costs]:
 
 def parser_of(name: str, kind: type[TaskConfig], description: str) -> argparse.ArgumentParser:
     """The command line of `python -m eval NAME`: a flag for every key of its configuration, and those for files."""
-    parser = argparse.ArgumentParser(prog=f"python -m eval {name}", description=description)
-    file, add = str(FOLDER / f"{name}.yaml"), parser.add_argument
-    add("--config", default=file, help="YAML file with keys of the same names as the flags below")
+    parser = configuration.parser_of(name, kind, description)
+    add = parser.add_argument
     text = "a task in addition to those of the configuration, or in place of the one of the same name"
     names: Any = ("NAME", "MODEL", "QUESTIONS")
     add("--task", nargs=3, action="append", default=[], metavar=names, help=text)
     add("--output", metavar="FOLDER", help=f"also write {name}.json and plots into this folder")
     add("--record-traces", metavar="FOLDER", help="save traces of plain outputs in this folder")
     add("-q", "--json-only", action="store_true", help="print only the JSON document, no tables and no progress")
-    add_flags(parser, kind)
     return parser
 
 
@@ -247,9 +247,9 @@ def configured(kind: type[Config], options: argparse.Namespace) -> Config:
     """The configuration file's values, replaced by those of the command line; `--task` adds tasks.
 
     Raises:
-        ValueError: see `read_config`.
+        ValueError: see `eval.config.config_of`.
     """
-    config = read_config(kind, options.config, flags_given(options, kind))
+    config = config_of(kind, options.config, flags_given(options))
     given = [Task(*each) for each in options.task]
     names = {task.name for task in given}
     return dataclasses.replace(config, tasks=[*(task for task in config.tasks if task.name not in names), *given])

@@ -16,7 +16,7 @@ from eval.gpu_plan import cells_of as in_order
 from eval.gpu_rates import Rate
 from tests.eval import faults
 
-SMALL = ["gpu", "--config", str(FOLDER / "gpu_small.yaml")]
+SMALL = ["gpu", str(FOLDER / "gpu_small.yaml")]
 QUICK = [*SMALL, "--new-tokens", "96", "--warm-seconds", "0.01", "--window-seconds", "0.03", "--draft-lengths", "4"]
 ONE = [*QUICK, "--contexts", "48", "--batch-sizes", "1"]
 OURS = ("plain", "fixed", "adaptive")

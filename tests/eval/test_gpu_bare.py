@@ -21,7 +21,7 @@ def run(code):
 
 
 def test_the_command_reads_its_options_without_other_packages(tmp_path):
-    given = ["gpu", "--config", str(FOLDER / "gpu_small.yaml"), "--minutes", "0", "--output", str(tmp_path)]
+    given = ["gpu", str(FOLDER / "gpu_small.yaml"), "--minutes", "0", "--output", str(tmp_path)]
     done = run(f"from eval.__main__ import main; sys.exit(main({given!r}))")
     assert done.returncode == 0, done.stderr
     assert "tiny: everything" in done.stdout
@@ -29,7 +29,7 @@ def test_the_command_reads_its_options_without_other_packages(tmp_path):
 
 @pytest.mark.parametrize("kind", [slow("cells")])
 def test_every_cell_is_measured_without_other_packages(kind, tmp_path):
-    given = ["gpu", "--config", str(FOLDER / "gpu_small.yaml"), "--contexts", "48", "--output", str(tmp_path)]
+    given = ["gpu", str(FOLDER / "gpu_small.yaml"), "--contexts", "48", "--output", str(tmp_path)]
     code = "from tests.eval.test_gpu import here; from eval import gpu; from eval.__main__ import main\n"
     done = run(f"{code}if __name__ == '__main__': gpu.run_in_process = here; sys.exit(main({given!r}))")
     assert done.returncode == 0, done.stderr

@@ -102,7 +102,7 @@ def test_a_peer_that_is_too_slow_is_ended_with_the_processes_it_started(folder, 
 )
 def test_a_wrong_file_is_refused_before_anything_is_measured(content, words, tmp_path, capsys):
     (tmp_path / FILE).write_text(content)
-    assert main(["gpu", "--config", str(FOLDER / "gpu_small.yaml"), "--peer", str(tmp_path)]) == 2
+    assert main(["gpu", str(FOLDER / "gpu_small.yaml"), "--peer", str(tmp_path)]) == 2
     printed = capsys.readouterr()
     assert words in printed.err and printed.err.count("\n") == 1 and printed.out == ""
 
@@ -112,7 +112,7 @@ def test_peers_run_beside_the_others_and_one_that_fails_costs_one_figure(folder,
     monkeypatch.setattr(gpu, "run_in_process", here)
     monkeypatch.setattr(gpu_layers, "compiled_views", gpu_layers.views)
     good, bad = folder(WRITES, *PLACES, name="good"), folder("1 / 0", name="bad")
-    small = ["--config", str(FOLDER / "gpu_small.yaml"), "--contexts", "48", "--batch-sizes", "1"]
+    small = [str(FOLDER / "gpu_small.yaml"), "--contexts", "48", "--batch-sizes", "1"]
     given = ["gpu", *small, "--peer", str(good), "--peer", str(bad), "--output", str(tmp_path / "out")]
     assert main(given) == 0
     content = json.loads((tmp_path / "out" / "gpu.json").read_text())
@@ -138,5 +138,5 @@ def test_the_documented_file_of_gpt_fast_is_valid(tmp_path):
 
 def test_the_same_name_twice_is_refused(folder, capsys):
     place = str(folder("pass"))
-    assert main(["gpu", "--config", str(FOLDER / "gpu_small.yaml"), "--peer", place, place]) == 2
+    assert main(["gpu", str(FOLDER / "gpu_small.yaml"), "--peer", place, place]) == 2
     assert "peer must be folders of different names" in capsys.readouterr().err

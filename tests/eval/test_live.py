@@ -56,7 +56,7 @@ def workload():
 def test_a_run_prints_tables_and_one_json_document_and_writes_files(config, tmp_path, capsys):
     out, kept = tmp_path / "out", tmp_path / "kept"
     given = ["--output", str(out), "--record-traces", str(kept), "--exact", "--policies", "fs", "plain", "fs"]
-    assert main(["live", "--config", str(config), *given]) == 0
+    assert main(["live", str(config), *given]) == 0
     printed = capsys.readouterr()
     *tables, last = printed.out.splitlines()
     record = json.loads(last)
@@ -231,7 +231,7 @@ def test_synthetic_targets_have_their_own_table_and_need_no_task(tmp_path, monke
     (tmp_path / "live.yaml").write_text(
         "tokens: 6\nrepeats: 1\ncost_repeats: 1\nsynthetic_batch_sizes: [2]\nsynthetic_hidden_size: 64"
     )
-    assert main(["live", "--config", str(tmp_path / "live.yaml"), "--output", str(tmp_path / "out")]) == 0
+    assert main(["live", str(tmp_path / "live.yaml"), "--output", str(tmp_path / "out")]) == 0
     *tables, last = capsys.readouterr().out.splitlines()
     record = json.loads(last)
     assert record["tasks"] == [] and [level["wanted"] for level in record["synthetic"]["levels"]] == [1, 0.5]
@@ -251,12 +251,12 @@ def test_synthetic_targets_have_their_own_table_and_need_no_task(tmp_path, monke
         (["--synthetic-hidden-size", "250"], "synthetic_hidden_size must be a multiple of 16, got 250"),
         (["--policies", "best"], "method 'best' is unknown"),
         (["--task", "more", "no/such/model", "q.jsonl"], "there is no folder no/such/model"),
-        (["--config", "nowhere.yaml"], "cannot read the configuration 'nowhere.yaml'"),
+        (["nowhere.yaml"], "cannot read the configuration 'nowhere.yaml'"),
     ],
 )
 def test_invalid_options_give_one_sentence_and_exit_code_2(config, given, sentence, capsys, monkeypatch):
     monkeypatch.setattr(live, "time_batch", lambda *given: {})  # a task before the wrong one is well
-    assert main(["live", "--config", str(config), "-q", *given]) == 2
+    assert main(["live", str(config), "-q", *given]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith(f"eval: {sentence}")
@@ -265,5 +265,5 @@ def test_invalid_options_give_one_sentence_and_exit_code_2(config, given, senten
 
 def test_without_synthetic_targets_a_task_is_needed(tmp_path, capsys):
     (tmp_path / "live.yaml").write_text("synthetic: false")
-    assert main(["live", "--config", str(tmp_path / "live.yaml"), "-q"]) == 2
+    assert main(["live", str(tmp_path / "live.yaml"), "-q"]) == 2
     assert capsys.readouterr().err == "eval: tasks must be at least one where synthetic is off, got []\n"

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from eval.__main__ import main
-from eval.config import FOLDER, read_config
+from eval.config import FOLDER, config_of
 from eval.policies import BOUNDS, compare, with_head
 from eval.replay import make, replay
 from eval.tasks import MEASURED, Recorded, ReplayConfig, Task
@@ -60,7 +60,7 @@ def rows_of(capsys, *given):
 
 def test_a_run_prints_tables_and_one_json_document_and_writes_files(config, tmp_path, capsys):
     out, kept = tmp_path / "out", tmp_path / "kept"
-    assert main(["replay", "--config", str(config), "--output", str(out), "--record-traces", str(kept)]) == 0
+    assert main(["replay", str(config), "--output", str(out), "--record-traces", str(kept)]) == 0
     printed = capsys.readouterr()
     *tables, last = printed.out.splitlines()
     record = json.loads(last)
@@ -85,7 +85,7 @@ def test_a_run_prints_tables_and_one_json_document_and_writes_files(config, tmp_
 def test_written_traces_can_be_replayed_without_the_model(config, tmp_path, capsys):
     out, kept = tmp_path / "out", tmp_path / "kept"
     shown = ["--lengths", "12", "--head-layers", "2", "--exit-layer", "2", "--num-draft-tokens", "3"]
-    before = rows_of(capsys, "--config", config, "--output", out, "--record-traces", kept, *shown)
+    before = rows_of(capsys, config, "--output", out, "--record-traces", kept, *shown)
     after = rows_of(capsys, "--traces", kept / "code.npz", "--costs", out / "costs.json", *shown)
     assert list(before) == list(after)
     for name, row in before.items():
@@ -108,7 +108,7 @@ def test_every_task_in_the_files_has_a_column(files, capsys):
 def test_a_task_of_the_command_line_joins_those_of_the_file_and_sampling_is_recorded(config, folder, tmp_path, capsys):
     given = ["--task", "more", str(folder), str(tmp_path / "two.jsonl"), "--temperature", "0.7", "--seed", "5"]
     few = ["--lengths", "6", "--head-layers", MEASURED, "--policies", "plain", "--num-questions", "1"]
-    assert main(["replay", "--config", str(config), *given, *few]) == 0
+    assert main(["replay", str(config), *given, *few]) == 0
     *tables, last = capsys.readouterr().out.splitlines()
     record = json.loads(last)
     assert [(task["name"], task["num_prompts"]) for task in record["tasks"]] == [("code", 1), ("more", 1)]
@@ -181,7 +181,7 @@ def test_adaptive_starts_every_prompt_with_the_given_statistics():
 
 def test_trace_files_include_statistics_and_replay_can_ignore_them(folder, config, tmp_path, capsys):
     kept = tmp_path / "kept"
-    shown = ["--config", config, "--lengths", "12", "--head-layers", "0", "--policies", "adaptive:exit"]
+    shown = [config, "--lengths", "12", "--head-layers", "0", "--policies", "adaptive:exit"]
     (tmp_path / "costs.json").write_text(json.dumps(made_up_costs(4).as_dict()))
     costs = ["--costs", tmp_path / "costs.json"]
 
@@ -227,7 +227,7 @@ def test_statistics_of_another_model_are_refused(files, tmp_path, capsys):
     ],
 )
 def test_invalid_options_give_one_sentence_and_exit_code_2(config, given, sentence, capsys):
-    assert main(["replay", "--config", str(config), "-q", *given]) == 2
+    assert main(["replay", str(config), "-q", *given]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith(f"eval: {sentence}")
@@ -247,11 +247,11 @@ def test_inconsistent_files_are_named(files, tmp_path, capsys):
         costs.write_text(content)
         assert refused(*files).startswith("eval: cannot read the costs")
     (tmp_path / "none.yaml").write_text("tasks: []\n")
-    assert refused("--config", str(tmp_path / "none.yaml")).startswith("eval: there is nothing to replay")
+    assert refused(str(tmp_path / "none.yaml")).startswith("eval: there is nothing to replay")
 
 
 def test_the_shipped_files_name_the_embedded_models_code():
     for name in ("replay", "live"):
-        config = read_config(ReplayConfig, FOLDER / f"{name}.yaml")
+        config = config_of(ReplayConfig, FOLDER / f"{name}.yaml")
         assert config.tasks == [Task("code", "demo", str(FOLDER / "prompts.jsonl"))]
         assert dataclasses.replace(config, tasks=[]) == ReplayConfig()

@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from eval.config import FOLDER, read_run_config
+from eval.config import FOLDER, RunConfig, config_of
 from eval.questions import encode, fingerprint, prompt_text
 from eval.questions import read_questions as read
 from tests.target import load
@@ -206,7 +206,7 @@ def test_loading_errors_are_reported(source, offline, tmp_path):
 @pytest.mark.parametrize("name", ["gsm8k", "hf:owner/set", "hf:owner/set:main:test", "own.parquet"])
 def test_only_file_names_are_relative_to_the_configuration(name, tmp_path):
     (tmp_path / "own.yaml").write_text(f"questions: {name}")
-    found = read_run_config(tmp_path / "own.yaml").questions
+    found = config_of(RunConfig, tmp_path / "own.yaml").questions
     assert found == (str(tmp_path / name) if name == "own.parquet" else name)
 
 

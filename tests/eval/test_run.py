@@ -12,7 +12,7 @@ import yaml
 
 from eval import figures, records
 from eval.__main__ import main
-from eval.config import FOLDER, read_run_config
+from eval.config import FOLDER, RunConfig, config_of
 from eval.decoders import Ours
 from eval.methods import file_name
 from eval.records import RunFolder
@@ -439,12 +439,12 @@ def test_a_method_that_cannot_run_is_skipped_with_one_sentence(run, out, capsys)
 
 def test_every_key_is_a_flag_and_wins_over_the_file(config, tmp_path):
     given = {"temperature": "0.5", "methods": ["plain", "adaptive"], "ignore_eos": True, "externals": {"a": "b c"}}
-    made = read_run_config(config, given)
+    made = config_of(RunConfig, config, given)
     assert (made.temperature, made.methods, made.ignore_eos) == (0.5, ("plain", "adaptive"), True)
     assert made.externals == {"a": "b c"} and made.max_new_tokens == 6 and made.output == "runs/tiny"
     assert made.questions == str(tmp_path / "three.jsonl")
     for shipped in ("run", "quick", "speedup"):
-        assert Path(read_run_config(FOLDER / f"{shipped}.yaml").questions).is_file()
+        assert Path(config_of(RunConfig, FOLDER / f"{shipped}.yaml").questions).is_file()
 
 
 def test_the_help_lists_every_flag_of_the_first_release(capsys):

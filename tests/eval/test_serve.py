@@ -10,17 +10,17 @@ import pytest
 import yaml
 
 from eval.__main__ import main
-from eval.config import FOLDER, read_config
+from eval.config import FOLDER
 from eval.replay import make, replay
-from eval.serve_config import ServeConfig
-from eval.serve_figures import figures_of
-from eval.serve_live import command_of
-from eval.serve_load import arrival_times, output_lengths
+from eval.serve import ServeConfig
+from eval.serve_client import command_of
+from eval.serve_load import arrival_times, figures_of, output_lengths
 from eval.serve_report import summarise
 from eval.serve_simulate import SimulatedServer
 from eval.serve_synthetic import GPUS, acceptance_of, gpu_costs, synthetic_traces
 from eval.synthetic import config_of
 from eval.traces import save
+from selfspec.configuration import read_config
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
 from tests.eval.openai_server import serving

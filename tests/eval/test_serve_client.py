@@ -9,8 +9,19 @@ import numpy as np
 import pytest
 
 from eval.serve_client import Endpoint, model_of, send, server
-from eval.serve_figures import Goal, Served, as_rows, figures_of, goodput, limits_of, parse_goals
-from eval.serve_load import Asked, arrival_times, output_lengths, random_prompts
+from eval.serve_load import (
+    Asked,
+    Goal,
+    Served,
+    arrival_times,
+    as_rows,
+    figures_of,
+    goodput,
+    limits_of,
+    output_lengths,
+    parse_goals,
+    random_prompts,
+)
 from tests.eval.openai_server import answer, chunk, serving
 
 TWO = [Asked((1, 2, 3), 5), Asked("text", 4)]
