@@ -35,7 +35,8 @@ Config = TypeVar("Config")
 def parser_of(command: str, kind: type, description: str | None) -> argparse.ArgumentParser:
     """The command line of `python -m eval COMMAND`: a configuration file, and a flag for every key of it."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=f"python -m eval {command}", description=description, formatter_class=raw)
+    usage = f"python -m eval {command} [CONFIG] [--key VALUE ...]"
+    parser = argparse.ArgumentParser(command, usage, description, formatter_class=raw, allow_abbrev=False)
     text = "YAML file with the keys below; default: %(default)s"
     parser.add_argument("config", nargs="?", default=str(FOLDER / f"{command}.yaml"), help=text)
     add_flags(parser, kind)

@@ -146,8 +146,9 @@ def read_values(kind: Any, path: str | Path, given: Mapping[str, Any] | None = N
         section, _, key = name.rpartition(".")
         holder = values
         if section:
-            check(isinstance(values.get(section) or {}, dict), section, "a mapping of keys to values", values[section])
-            holder = values[section] = dict(values.get(section) or {})
+            own = values.get(section) or {}
+            check(isinstance(own, dict), section, "a mapping of keys to values", own)
+            holder = values[section] = dict(own)
         holder[key] = value
     return values
 

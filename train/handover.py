@@ -1,7 +1,7 @@
 """Hand a model over to a machine without network: python -m train.handover MODEL ARCHIVE.tar.xz
 
 The archive holds what `save_pretrained` writes, so that machine needs neither the package gguf nor a cache. It is
-written in parts, each small enough to be copied alone; `model.base=ARCHIVE.tar.xz` joins and unpacks them.
+written in parts, each small enough to be copied alone; `--model.base ARCHIVE.tar.xz` joins and unpacks them.
 """
 
 from __future__ import annotations

@@ -6,10 +6,11 @@ import random
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+from selfspec.configuration import check
 from selfspec.target import Target
 from train.heads_config import HeadsRun
 from train.samples import Sample, UserTurn, Writer, count_positions, split
-from train.sections import DataConfig, TextConfig, check
+from train.sections import DataConfig, TextConfig
 from train.texts import content_of, read_records, split_held_out
 from train.written import Task, Written
 

@@ -10,10 +10,10 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from selfspec.configuration import differences
 from train.__main__ import main
 from train.checkpoints import checkpoint_folder, find_newest
 from train.config import MAY_DIFFER, parse_config
-from train.config_file import different_keys
 from train.errors import RunFailed
 from train.run import train
 from train.trainer import EarlyExitTrainer
@@ -133,10 +133,9 @@ def test_what_changes_no_step_may_differ(small_settings):
     config = parse_config(small_settings)
     saved = json.loads(json.dumps({"run": {"windows": [16, 32]}, **{}}))
     assert (
-        different_keys(saved, parse_config({"run": {"windows": [16, 32], "notes": "x", "max_steps": 9}}), MAY_DIFFER)
-        == []
+        differences(saved, parse_config({"run": {"windows": [16, 32], "notes": "x", "max_steps": 9}}), MAY_DIFFER) == {}
     )
-    assert "run.windows" in different_keys({}, config, MAY_DIFFER)
+    assert "run.windows" in differences({}, config, MAY_DIFFER)
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", "only = 1\n"])
@@ -161,7 +160,7 @@ def test_too_little_text_is_refused(texts, command, capsys):
     [
         ("run", {"windows": [1]}, "run.windows must be a list of lengths of at least 2 tokens, got (1,)"),
         ("exits", {"period": 5}, "exits.period must be at most model.num_hidden_layers = 4, got 5"),
-        ("exits", {"perod": 5}, "exits has no key 'perod'; did you mean 'period'?"),
+        ("exits", {"perod": 5}, "exits: key 'perod' is unknown; did you mean 'period'?"),
         ("corpus", {"root": "/none/at/all"}, "corpus.root must be a folder, got '/none/at/all'"),
         ("run", {"report_to": "paper"}, "run.report_to must be none or a reporter that is installed, got 'paper'"),
     ],
