@@ -96,11 +96,6 @@ class RunConfig(Common):
     baseline: str = option(AUTO, "Method that speedups are over; 'auto': the fastest plain decoding in the run.")
     metrics: tuple[str, ...] = option((), "Columns of the report's first table; none given: the usual ones.")
     warmups: int = option(1, "How often every method answers the first question untimed.")
-    cost_repeats: int = option(
-        0,
-        "How often every piece of a round is timed, for policies that use costs, within ten seconds; 0: the table in "
-        "the user's cache, which is measured when it is missing.",
-    )
     time_limit: float = option(300.0, "Maximum seconds of a method per turn; beyond it the answer is an error row.")
     check: bool = option(True, "Compare every output with plain decoding, token by token.")
     keep_rounds: bool = option(False, "Write every round of selfspec's methods to rounds.jsonl.")
@@ -118,9 +113,7 @@ class RunConfig(Common):
 
     def __post_init__(self) -> None:
         check_least(self, 1, "max_new_tokens", "resamples", *STUDY_SIZES)
-        check_least(
-            self, 0, "threads", "num_questions", "per_category", "warmups", "cost_repeats", "seed", "temperature"
-        )
+        check_least(self, 0, "threads", "num_questions", "per_category", "warmups", "seed", "temperature")
         check(self.time_limit > 0 and isfinite(self.time_limit), "time_limit", "above 0", self.time_limit)
         names_of = {"columns": (self.columns, COLUMNS), "metric": (self.metrics, METRICS)}
         for what, (names, allowed) in {**names_of, "study": (self.studies, STUDIES)}.items():

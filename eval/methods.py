@@ -57,12 +57,12 @@ class MethodName(NamedTuple):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The arguments of `eval.models.rounds` for a policy of selfspec."""
+        """The fields of `SpeculativeConfig` for a policy of selfspec."""
         found: dict[str, Any] = {"policy": self.kind}
         if self.kind == "adaptive" and self.option:
-            found["drafts"] = tuple(self.option.split("+"))
+            found["drafters"] = tuple(self.option.split("+"))
         elif self.option:
-            found["exit_layer"], found["num_draft_tokens"] = map(int, self.option.split(","))
+            found["exit_layer"], found["num_speculative_tokens"] = map(int, self.option.split(","))
         return found
 
 

@@ -278,8 +278,11 @@ def make(
         ValueError: the name is unknown, or the exit layer or draft length is not possible.
     """
     own = parse_policy(name).settings
-    exit_layer, num_draft_tokens = own.get("exit_layer", exit_layer), own.get("num_draft_tokens", num_draft_tokens)
-    drafts = own.get("drafts")
+    exit_layer, num_draft_tokens = (
+        own.get("exit_layer", exit_layer),
+        own.get("num_speculative_tokens", num_draft_tokens),
+    )
+    drafts = own.get("drafters")
     made = make_policy(own["policy"], costs.num_layers, exit_layer, num_draft_tokens, lambda: costs, prior, drafts)
     made.set_copies(costs.copies is not None)
     return made

@@ -272,7 +272,7 @@ def speculation(policy: str) -> list[str]:
     """The flags of `selfspec serve` for a policy's name."""
     own = parse_policy(policy).settings
     flags = ["--policy", str(own["policy"])]
-    names = {"exit_layer": "--exit-layer", "num_draft_tokens": "--num-speculative-tokens"}
+    names = {"exit_layer": "--exit-layer", "num_speculative_tokens": "--num-speculative-tokens"}
     for key, flag in names.items():
         flags += [flag, str(own[key])] if key in own else []
-    return [*flags, *(["--drafters", ",".join(own["drafts"])] if "drafts" in own else [])]
+    return [*flags, *(["--drafters", ",".join(own["drafters"])] if "drafters" in own else [])]

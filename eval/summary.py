@@ -13,7 +13,7 @@ from eval.asking import Shared, prompt_of
 from eval.methods import LLAMA_CPP, PLAIN_KINDS, parse_method
 from eval.metrics import Group, figures
 from eval.questions import Question
-from selfspec.target import Target
+from selfspec import LLM
 
 FORMAT = 1
 TIE_ULPS = 8  # logits that differ by at most so many units in the last place of the largest are a tie
@@ -121,12 +121,12 @@ def first_difference(answer: Row, reference: Row) -> Difference | None:
 
 
 def compare_outputs(
-    answers: Answers, methods: Sequence[str], questions: Sequence[Question], shared: Shared, target: Target | None
+    answers: Answers, methods: Sequence[str], questions: Sequence[Question], shared: Shared, llm: LLM | None
 ) -> list[dict[str, Any]]:
     """Compare every method's answers with those of plain decoding; returns a record per method.
 
     Args:
-        target: computes logit gaps; None where outputs are sampled and the gap has no meaning.
+        llm: computes logit gaps; None where outputs are sampled and the gap has no meaning.
     """
     by_id = {question.question_id: question for question in questions}
     plain, found = answers["plain"], []
@@ -135,14 +135,14 @@ def compare_outputs(
             continue
         both = [(row, plain[key]) for key, row in answers[method].items() if key in plain]
         differing = [d for row, reference in both if (d := first_difference(row, reference)) is not None]
-        if target is not None:
-            differing = [_with_gap(d, by_id[d.question_id], plain[d.question_id], shared, target) for d in differing]
+        if llm is not None:
+            differing = [_with_gap(d, by_id[d.question_id], plain[d.question_id], shared, llm) for d in differing]
         found.append(
             {
                 "method": method,
                 "num_compared": len(both),
                 "num_different": len(differing),
-                "num_ties": None if target is None else sum(bool(d.is_tie) for d in differing),
+                "num_ties": None if llm is None else sum(bool(d.is_tie) for d in differing),
                 "is_other_arithmetic": parse_method(method).kind == LLAMA_CPP,
                 "differences": [d._asdict() for d in differing],
             }
@@ -150,12 +150,13 @@ def compare_outputs(
     return found
 
 
-def _with_gap(difference: Difference, question: Question, reference: Row, shared: Shared, target: Target) -> Difference:
+def _with_gap(difference: Difference, question: Question, reference: Row, shared: Shared, llm: LLM) -> Difference:
     """Add the gap between the model's two best logits at the difference."""
     choice, turn = reference["choices"][0], difference.turn
+    stack = llm.target.stack
     prompt = prompt_of(question, turn, choice["turns"][:turn], shared, 0)
-    ids = torch.tensor([[*prompt.ids, *choice["tokens"][turn][: difference.position]]], device=target.stack.device)
+    ids = torch.tensor([[*prompt.ids, *choice["tokens"][turn][: difference.position]]], device=stack.device)
     with torch.inference_mode():
-        best, second = target.stack.model(ids).logits[0, -1].double().topk(2).values.tolist()
+        best, second = stack.model(ids).logits[0, -1].double().topk(2).values.tolist()
     gap, largest = best - second, max(abs(best), abs(second))
-    return difference._replace(gap=gap, is_tie=gap <= TIE_ULPS * torch.finfo(target.stack.dtype).eps * largest)
+    return difference._replace(gap=gap, is_tie=gap <= TIE_ULPS * torch.finfo(stack.dtype).eps * largest)

@@ -20,16 +20,16 @@ from eval import measurement
 from eval.config import Common, config_of
 from eval.figures import check_plots
 from eval.measurement import Say
-from eval.models import Endless, Ids, decode, measured_costs, open_target
+from eval.models import Ids, decode, measured_costs, open_llm, with_policy
 from eval.questions import encode, is_file, read_questions
 from eval.recording import prior_of, record
 from eval.replay import parse_policy
 from eval.traces import Trace, load, save
+from selfspec import LLM
 from selfspec.configuration import check, check_least, flags_given, option
 from selfspec.control.acceptance import is_prior
 from selfspec.control.costs import Costs
 from selfspec.executors.pick import Sampling
-from selfspec.target import Target
 
 MEASURED, STORED = "measured", "stored"
 
@@ -120,26 +120,27 @@ class Recorded(NamedTuple):
         }
 
 
-def open_task(task: Task, config: TaskConfig, say: Say) -> tuple[Target, Ids]:
+def open_task(task: Task, config: TaskConfig, say: Say) -> tuple[LLM, Ids]:
     """Open the task's model and encode its prompts.
 
     Raises:
         ValueError: the model or the questions cannot be opened, or a prompt fills the model's context.
     """
     say(f"{task.name}: loading {task.model}")
-    target = open_target(task.model, config)
-    prompts = encode(read_questions(task.questions, config.num_questions), target.tokenizer)
-    longest, limit = max(map(len, prompts)), target.stack.context_limit
+    llm = open_llm(task.model, config)
+    prompts = encode(read_questions(task.questions, config.num_questions), llm.tokenizer)
+    longest, limit = max(map(len, prompts)), llm.target.stack.context_limit
     if longest >= limit:
         raise ValueError(f"the task {task.name!r} has a prompt of {longest} tokens; its model's context holds {limit}")
-    return target, prompts
+    return llm, prompts
 
 
-def trace_of(target: Endless, prompt: Sequence[int], num_tokens: int, sampling: Sampling, task: str = "") -> Trace:
+def trace_of(llm: LLM, prompt: Sequence[int], num_tokens: int, sampling: Sampling, task: str = "") -> Trace:
     """Decode a prompt plainly, up to `num_tokens` or the end of the context, and record the trace."""
-    limit = min(num_tokens, target.stack.context_limit - len(prompt))
-    (answer,) = decode(target, [prompt], limit, temperature=sampling.temperature, seeds=sampling.seed)
-    return record(target.stack, prompt, answer.tokens, sampling, task)
+    stack = llm.target.stack
+    limit, plain = min(num_tokens, stack.context_limit - len(prompt)), with_policy(llm, policy="plain")
+    (answer,) = decode(plain, [prompt], limit, temperature=sampling.temperature, seeds=sampling.seed)
+    return record(stack, prompt, answer.token_ids, sampling, task)
 
 
 def save_traces(traces: Sequence[Trace], folder: str, task: str, prior: Any) -> None:
@@ -190,17 +191,18 @@ def _record_task(
     task: Task, config: ReplayConfig, traces: list[Trace] | None, costs: Costs | None, say: Say
 ) -> Recorded:
     """Open a task's model; record its traces and measure its costs where they are None."""
-    target, prompts = open_task(task, config, say)
+    llm, prompts = open_task(task, config, say)
     if traces is None:
-        traces, endless = [], Endless(target)
+        traces = []
         for i, prompt in enumerate(prompts):
             say(f"{task.name}: prompt {i + 1} of {len(prompts)}")
             sampling = Sampling(config.temperature, seed=config.seed + i)
-            traces.append(trace_of(endless, prompt, max(config.lengths), sampling, task.name))
+            traces.append(trace_of(llm, prompt, max(config.lengths), sampling, task.name))
     if costs is None:
         say(f"{task.name}: measuring costs")
-        costs = measured_costs(target, (1,), config.repeats)
-    about = measurement.model(target, task.model)
+        costs = measured_costs(llm, (1,), config.repeats)
+    about = measurement.model(llm, task.model)
+    target = llm.target
     stored = target.default_exit_layer, target.default_num_draft_tokens
     return _checked(Recorded(task.name, traces, costs, *stored, about, prior_of(target)))
 
