@@ -419,7 +419,7 @@ def measure_in_process(path: Path, name: str, end: float) -> str | None:
     command = [sys.executable, "-m", "eval.gpu", str(path.resolve()), name, repr(end)]
     try:
         left = max(0.0, end + GRACE - time())
-        code = subprocess.run(command, check=False, cwd=ROOT, stdout=sys.stderr, timeout=left).returncode
+        code = subprocess.run(command, check=False, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=left).returncode
     except subprocess.TimeoutExpired:
         return f"it exceeded its time by {GRACE:.0f} s and was killed"
     return f"the process ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}" if code else None

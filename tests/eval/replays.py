@@ -157,11 +157,11 @@ class Setting(NamedTuple):
 
 
 class Scene:
-    """A target, its prompts, and the traces of its outputs."""
+    """A model, its prompts, and the traces of its outputs."""
 
-    def __init__(self, target, prompts, lengths):
-        self.target, self.prompts, self.lengths = target, prompts, lengths
-        self.num_layers = target.stack.num_layers
+    def __init__(self, llm, prompts, lengths):
+        self.llm, self.prompts, self.lengths = llm, prompts, lengths
+        self.num_layers = llm.target.stack.num_layers
         self.costs = made_up_costs(self.num_layers)
         self.known = {}
 
@@ -171,15 +171,15 @@ class Scene:
         return self.known[temperature]
 
     def trace(self, i, temperature):
-        return tasks.trace_of(self.target, self.prompts[i], self.lengths[i], Sampling(temperature, seed=i))
+        return tasks.trace_of(self.llm, self.prompts[i], self.lengths[i], Sampling(temperature, seed=i))
 
     def live(self, policy, setting):
         """Decode with the engine; returns the policy's calls, emitted tokens by round, and the outputs."""
         witness = Witness(policy)
         batch = {"max_batch_size": setting.max_batch_size, "prefill_chunk": setting.prefill_chunk}
-        engine = Engine(self.target, policy=witness, burst=1e9, **batch)
+        engine = Engine(self.llm.target, policy=witness, burst=1e9, **batch)
         for i, (prompt, n) in enumerate(zip(self.prompts, self.lengths, strict=True)):
-            engine.submit(prompt, max_new_tokens=n, temperature=setting.temperature, seed=i)
+            engine.submit(prompt, max_new_tokens=n, temperature=setting.temperature, seed=i, ignore_eos=True)
         rounds = list(engine.run())
         emitted = [{row.request_id: len(row.tokens) for row in r.rows} for r in rounds if r.plan is not None]
         done = sorted((row.completion for r in rounds for row in r.rows if row.completion), key=lambda c: c.request_id)

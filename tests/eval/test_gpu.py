@@ -249,8 +249,9 @@ def test_a_run_that_is_cut_short_keeps_what_it_had(record, tmp_path):
 
 
 def test_a_process_that_dies_costs_what_it_was_measuring(tmp_path, monkeypatch):
-    own = SimpleNamespace(returncode=-signal.SIGKILL)
-    monkeypatch.setattr(gpu, "subprocess", SimpleNamespace(run=lambda command, **options: own, TimeoutExpired=OSError))
+    killed = SimpleNamespace(returncode=-signal.SIGKILL)
+    names = {"run": lambda command, **options: killed, "TimeoutExpired": OSError, "DEVNULL": None}
+    monkeypatch.setattr(gpu, "subprocess", SimpleNamespace(**names))
     found = run(read_config(GpuConfig, SMALL, FEW), tmp_path / "gpu.json", measure_in_process)
     assert found["shapes"]["tiny"]["missing"] == {"opening": "the process ended with SIGKILL"}
 

@@ -12,15 +12,13 @@ from eval import live, live_timing
 from eval.__main__ import main
 from eval.live import LiveConfig, best_in_replay, compare, fixed, method_of, time_synthetic
 from eval.live_timing import STAGES, Method, call, interleave, workload_of
-from eval.models import open_model
 from eval.replay import Overhead, replay
 from eval.traces import load
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.plan import CONFIDENCE_EDGES, NUM_BINS
-from tests.eval.models import save_model
+from tests.eval.models import save_model, tiny_llm
 from tests.eval.replays import made_up_costs
 from tests.helpers import Schedule
-from tests.models import build
 
 QUESTIONS = ["def f(x):\n", "for name in names:\n    print(", "x"]
 
@@ -48,9 +46,8 @@ def config(folder, tmp_path):
 @pytest.fixture(scope="module")
 def workload():
     """A tiny target with prompts of several lengths, and made-up costs."""
-    target = open_model(build("llama"))
     prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14]]
-    return workload_of(target, prompts, 12, made_up_costs(4), "made up", ignore)
+    return workload_of(tiny_llm(), prompts, 12, made_up_costs(4), "made up", ignore)
 
 
 def test_a_run_prints_tables_and_one_json_document_and_writes_files(config, tmp_path, capsys):
@@ -184,9 +181,9 @@ def faster(costs, times):
 
 def test_adaptive_starts_from_the_statistics_stored_with_the_model(workload, monkeypatch):
     known = dict.fromkeys(("hits", "misses"), [[3.0] * NUM_BINS] * (workload.costs.num_layers - 1))
-    monkeypatch.setattr(workload.target.remembered, "stored_prior", {"edges": list(CONFIDENCE_EDGES), **known})
+    monkeypatch.setattr(workload.llm.target.remembered, "stored_prior", {"edges": list(CONFIDENCE_EDGES), **known})
     assert method_of(workload, "adaptive").make().tracker.lasting.sum() > 0
-    monkeypatch.setattr(workload.target.remembered, "stored_prior", {"of": "another model"})
+    monkeypatch.setattr(workload.llm.target.remembered, "stored_prior", {"of": "another model"})
     assert method_of(workload, "adaptive").make().tracker.lasting.sum() == 0
 
 
@@ -251,7 +248,6 @@ def test_synthetic_targets_have_their_own_table_and_need_no_task(tmp_path, monke
         (["--synthetic-hidden-size", "250"], "synthetic_hidden_size must be a multiple of 16, got 250"),
         (["--policies", "best"], "method 'best' is unknown"),
         (["--task", "more", "no/such/model", "q.jsonl"], "there is no folder no/such/model"),
-        (["nowhere.yaml"], "cannot read the configuration 'nowhere.yaml'"),
     ],
 )
 def test_invalid_options_give_one_sentence_and_exit_code_2(config, given, sentence, capsys, monkeypatch):

@@ -6,18 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from eval.models import Endless
+from eval.models import open_llm
 from eval.replay import make
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.cost_table import Table
 from selfspec.control.fixed import Fixed
 from selfspec.control.plan import LOOKUP
 from selfspec.control.registry import POLICIES
+from tests.eval.models import tiny_llm
 from tests.eval.replays import Dice, Scene, Setting, assert_same, replayed
 from tests.helpers import make_prompts
-from tests.models import tiny
 from tests.slow import slow
-from tests.target import load
 
 ALONE, TOGETHER = Setting(), Setting(max_batch_size=2, prefill_chunk=24)
 SAMPLED = [setting._replace(temperature=0.8) for setting in (ALONE, TOGETHER)]
@@ -30,13 +29,13 @@ TEXTS = ["def add(a, b):\n    return", "for name in names:\n    if name", "class
 
 @pytest.fixture(scope="module")
 def demo():
-    target = load("demo")
-    return Scene(Endless(target), [target.tokenizer(text)["input_ids"] for text in TEXTS], (48, 40, 48))
+    llm = open_llm("demo")
+    return Scene(llm, [llm.tokenizer(text)["input_ids"] for text in TEXTS], (48, 40, 48))
 
 
 @pytest.fixture(scope="module")
 def small():
-    return Scene(Endless(tiny("llama")), make_prompts((40, 1, 60, 7, 2), seed=5), (48, 30, 61, 1, 44))
+    return Scene(tiny_llm(), make_prompts((40, 1, 60, 7, 2), seed=5), (48, 30, 61, 1, 44))
 
 
 def compare(scene, policy, setting):
@@ -72,9 +71,9 @@ def test_replay_predicts_every_round_of_the_embedded_model(demo, name, setting):
 
 @pytest.mark.parametrize(("temperature", "lengths"), [(0.0, (35, 45, 30, 40)), slow(0.8, (70, 90, 60, 80))])
 def test_replay_predicts_every_round_of_a_batch_that_lookup_drafts(temperature, lengths):
-    target = load("demo")
-    prompts = [target.tokenizer(text * 3)["input_ids"] for text in (*TEXTS, "import os\n")]
-    scene = Scene(Endless(target), prompts, lengths)
+    llm = open_llm("demo")
+    prompts = [llm.tokenizer(text * 3)["input_ids"] for text in (*TEXTS, "import os\n")]
+    scene = Scene(llm, prompts, lengths)
     costs = replace(scene.costs, ragged=Table.of({2: 1.0, 4: 1.0}))
     scene.costs, setting = costs, Setting(3, temperature, 24)
     compare(scene, lambda: Adaptive(costs, drafts=("exit", "lookup", "tree")), setting)

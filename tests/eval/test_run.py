@@ -56,7 +56,7 @@ def model(tmp_path_factory):
 def config(model, tmp_path):
     """A configuration with two methods."""
     (tmp_path / "three.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
-    keys = {"questions": "three.jsonl", "max_new_tokens": 6, "resamples": 20, "warmups": 0, "cost_repeats": 1}
+    keys = {"questions": "three.jsonl", "max_new_tokens": 6, "resamples": 20, "warmups": 0}
     path = tmp_path / "tiny.yaml"
     path.write_text(yaml.safe_dump({"model": str(model), "methods": ["plain", "fixed:2,3"], **keys}))
     return path
@@ -417,18 +417,6 @@ def test_time_to_first_token_excludes_later_rounds(run, out):
         assert choice["step_seconds"][0][0] <= choice["wall_time"][0] - later + 1e-4
 
 
-def test_costs_come_from_the_users_cache_or_are_measured(run, out, model, capsys):
-    target = load(model)
-    kept = target.costs().as_dict()
-    assert run("--methods", "plain", "adaptive", "--cost-repeats", "0") == 0
-    assert "taken from the user's cache" in capsys.readouterr().err
-    assert json.loads((out / "environment.json").read_text())["costs"] == json.loads(json.dumps(kept))
-    assert run("--methods", "plain", "adaptive", "--cost-repeats", "1", "--output", str(out) + "2") == 0
-    assert "measuring costs" in capsys.readouterr().err
-    about = json.loads((out.with_name("out2") / "environment.json").read_text())
-    assert about["costs"]["plain"] != json.loads(json.dumps(kept))["plain"]
-
-
 def test_a_method_that_cannot_run_is_skipped_with_one_sentence(run, out, capsys):
     assert run("--methods", "plain", "llama.cpp", "llama.cpp:/no/such.gguf") == 0
     said = capsys.readouterr()
@@ -452,6 +440,6 @@ def test_the_help_lists_every_flag_of_the_first_release(capsys):
         main(["run", "--help"])
     said = capsys.readouterr().out
     flags = """model device dtype threads questions questions-path columns num-questions max-new-tokens ignore-eos
-        no-ignore-eos temperature seed methods externals baseline metrics warmups cost-repeats time-limit check no-check
+        no-ignore-eos temperature seed methods externals baseline metrics warmups time-limit check no-check
         keep-rounds no-keep-rounds resamples studies study-questions study-tokens output"""
     assert all(f"--{flag}" in said for flag in flags.split())

@@ -11,7 +11,7 @@ import yaml
 from eval import figures, studies
 from eval.__main__ import main
 from eval.config import STUDIES
-from eval.models import Endless, decode, open_target
+from eval.models import decode, open_llm
 from selfspec.control.registry import POLICIES
 from tests.eval.models import save_model
 
@@ -74,10 +74,11 @@ def test_acceptance_is_the_share_of_output_tokens_that_a_layer_picks(run, out, m
     assert run("--studies", "acceptance", "--study-questions", "1") == 0
     import torch
 
-    target = open_target(str(model))
-    ids = [int(i) for i in target.tokenizer(QUESTIONS[0]["turns"][0])["input_ids"]]
-    (done,) = decode(Endless(target), [ids], 12)
-    tokens = torch.tensor([[*ids, *done.tokens]])
+    llm = open_llm(str(model))
+    target = llm.target
+    ids = [int(i) for i in llm.tokenizer(QUESTIONS[0]["turns"][0])["input_ids"]]
+    (done,) = decode(llm, [ids], 12)
+    tokens = torch.tensor([[*ids, *done.token_ids]])
     states = target.stack.model(tokens, output_hidden_states=True).hidden_states
     found = study(out, "acceptance")
     assert found["num_tokens"] == 12

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from eval.models import Endless, decode
+from eval.models import decode
 from eval.recording import record
 from eval.replay import replay
 from eval.traces import Trace, draft, draft_lengths, load, save
@@ -15,9 +15,9 @@ from selfspec.control.fixed import Fixed
 from selfspec.control.plan import NUM_BINS, Plan, SurvivalStop
 from selfspec.decoding.engine import Engine
 from selfspec.executors.pick import Sampling
+from tests.eval.models import tiny_llm
 from tests.eval.replays import made_up_costs, random_trace
 from tests.helpers import make_prompts
-from tests.models import tiny
 
 
 def equal(here, there):
@@ -28,23 +28,23 @@ def equal(here, there):
 @pytest.mark.parametrize("temperature", [0.0, 0.1])
 def test_hits_are_the_accepted_drafts_of_one_token_at_every_position(temperature):
     """Outputs of two tokens from growing prompts: one round, whose draft is the layer's pick of the first token."""
-    target, (prompt,) = Endless(tiny("llama")), make_prompts((37,))
-    (done,) = decode(target, [prompt], 40, temperature=temperature, seeds=3)
-    trace = record(target.stack, prompt, done.tokens, Sampling(temperature, seed=3))
-    for e in range(1, target.stack.num_layers):
+    llm, (prompt,) = tiny_llm(), make_prompts((37,))
+    (done,) = decode(llm, [prompt], 40, temperature=temperature, seeds=3)
+    trace = record(llm.target.stack, prompt, done.token_ids, Sampling(temperature, seed=3))
+    for e in range(1, llm.target.stack.num_layers):
         accepted = []
-        for i in range(len(done.tokens)):
-            engine = Engine(target, policy=Fixed(e, 1), max_batch_size=1)
-            engine.submit([*prompt, *done.tokens[:i]], max_new_tokens=2, temperature=temperature, seed=3)
+        for i in range(len(done.token_ids)):
+            engine = Engine(llm.target, policy=Fixed(e, 1), max_batch_size=1)
+            engine.submit([*prompt, *done.token_ids[:i]], max_new_tokens=2, temperature=temperature, seed=3)
             accepted.append(bool(engine.step()[0].rows[0].num_accepted))
         assert accepted == trace.hits[e - 1].tolist()
         assert 0 < sum(accepted) < len(accepted)
 
 
 def test_confidences_after_a_wrong_token_are_recorded():
-    target, (prompt,) = Endless(tiny("llama")), make_prompts((9,))
-    (done,) = decode(target, [prompt], 30)
-    trace = record(target.stack, prompt, done.tokens, wrong_steps=5)
+    llm, (prompt,) = tiny_llm(), make_prompts((9,))
+    (done,) = decode(llm, [prompt], 30)
+    trace = record(llm.target.stack, prompt, done.token_ids, wrong_steps=5)
     assert trace.wrong.shape == (3, 30, 5)
     assert np.isnan(trace.wrong[trace.hits]).all()
     assert ((trace.wrong[~trace.hits] > 0) & (trace.wrong[~trace.hits] <= 1)).all()
@@ -53,10 +53,10 @@ def test_confidences_after_a_wrong_token_are_recorded():
 
 
 def test_at_the_end_of_the_context_nothing_is_recorded_beyond_it():
-    target, (prompt,) = Endless(tiny("llama")), make_prompts((100,))
-    limit = target.stack.context_limit
-    (done,) = decode(target, [prompt], limit)
-    trace = record(target.stack, prompt, done.tokens)
+    llm, (prompt,) = tiny_llm(), make_prompts((100,))
+    limit = llm.target.stack.context_limit
+    (done,) = decode(llm, [prompt], limit)
+    trace = record(llm.target.stack, prompt, done.token_ids)
     assert len(trace.tokens) == limit - 100
     for i in range(len(trace.tokens)):
         known = (~np.isnan(trace.wrong[:, i])).sum(1)
