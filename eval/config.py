@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
@@ -92,7 +91,6 @@ class RunConfig(Common):
     temperature: float = option(0.0, "Sampling temperature; 0 is greedy.")
     seed: int = option(0, "Seed of the first question's sampled output (the next has the next) and of the intervals.")
     methods: tuple[str, ...] = option(("transformers", "plain", "adaptive"), "Methods to compare.")
-    externals: dict[str, str] = option({}, "Command line of every external:NAME among the methods, by its name.")
     baseline: str = option(AUTO, "Method that speedups are over; 'auto': the fastest plain decoding in the run.")
     metrics: tuple[str, ...] = option((), "Columns of the report's first table; none given: the usual ones.")
     warmups: int = option(1, "How often every method answers the first question untimed.")
@@ -127,25 +125,13 @@ class RunConfig(Common):
     def _check_methods(self) -> None:
         names = self.methods
         check(bool(names), "methods", "at least one name", list(names))
-        for name, command in self.externals.items():
-            check(_is_command(command), f"externals: {name}", "a command line, its quotes closed", command)
         methods = [parse_method(name) for name in names]
-        for method in methods:
-            if method.kind == "external":
-                check_known(f"externals has no command line for {method.name!r}; name", method.option, self.externals)
         if self.check and "plain" not in names:
             raise ValueError("check compares with plain decoding: add plain to methods, or set check: false")
         if self.baseline != AUTO:
             check_known("baseline", self.baseline, names)
         elif not any(method.kind in PLAIN_KINDS for method in methods):
             raise ValueError("baseline auto needs plain or transformers among the methods; add one, or name a baseline")
-
-
-def _is_command(text: str) -> bool:
-    try:
-        return bool(shlex.split(text))
-    except ValueError:
-        return False
 
 
 def as_record(config: RunConfig | Mapping[str, Any]) -> dict[str, Any]:

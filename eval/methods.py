@@ -1,4 +1,4 @@
-"""Names of methods: selfspec's policies, transformers' own decoders, llama.cpp, and other engines.
+"""Names of methods: selfspec's policies, transformers' own decoders, and llama.cpp.
 
 plain, adaptive, fs, ...            a policy of selfspec
 fixed:E,D                           exit layer E, D drafted tokens
@@ -8,7 +8,6 @@ transformers:early_exit:E           with assistant_early_exit=E
 transformers:prompt_lookup:N        with prompt_lookup_num_tokens=N
 transformers:assistant:MODEL        with a second model as the drafter
 llama.cpp, llama.cpp:FILE           llama.cpp on the model's own GGUF file, or on FILE
-external:NAME                       a command, see eval/external.py
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ FORMS = (
     "transformers:assistant:MODEL",
     LLAMA_CPP,
     "llama.cpp:FILE",
-    "external:NAME",
 )
 
 
@@ -43,7 +41,7 @@ class MethodName(NamedTuple):
     """A parsed method name.
 
     Attributes:
-        kind: a policy, "transformers", one of PEERS, "llama.cpp" or "external".
+        kind: a policy, "transformers", one of PEERS or "llama.cpp".
         option: the text after the last colon; empty where there is none.
     """
 
@@ -83,7 +81,7 @@ def parse_method(name: str) -> MethodName:
     if first == "transformers" and second in PEERS and option:
         if second == "assistant" or re.fullmatch(r"[1-9]\d*", option):
             return MethodName(name, second, option)
-    elif first in (LLAMA_CPP, "external") and rest:
+    elif first == LLAMA_CPP and rest:
         return MethodName(name, first, rest)
     close = difflib.get_close_matches(name, FORMS, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}?" if close else f"known: {' '.join(FORMS)}"

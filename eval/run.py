@@ -19,8 +19,7 @@ from eval.answers import Method, Skipped
 from eval.asking import Progress, Shared, ask_all, warm_up
 from eval.config import AUTO, RunConfig, as_record, config_of, parser_of
 from eval.decoders import LlamaCpp, Ours, Transformers
-from eval.external import External
-from eval.methods import LLAMA_CPP, file_name, parse_method
+from eval.methods import LLAMA_CPP, parse_method
 from eval.models import open_llm
 from eval.questions import encoded, fingerprint, read_questions
 from eval.records import RunFolder, read_object, write_file
@@ -107,12 +106,9 @@ class Session:
 
     def _make_method(self, name: str) -> Method:
         """A method of the run; all share the model's weights."""
-        config, method, tokenizer = self.config, parse_method(name), self.llm.tokenizer
+        config, method = self.config, parse_method(name)
         eos = frozenset[int]() if config.ignore_eos else self.llm.target.eos_token_ids
         limits = config.temperature, config.time_limit
-        if method.kind == "external":
-            command, log = config.externals[method.option], self.folder.path / f"{file_name(name)}.log"
-            return External(name, command, tokenizer, log, eos, *limits)
         if method.kind == LLAMA_CPP:
             return LlamaCpp(config.model, method, self._longest_context(), eos, *limits)
         if method.is_ours:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from eval.answers import Row, groups, harness_clock_seconds, item_of
+from eval.answers import Row, groups, item_of
 from eval.asking import Shared, prompt_of
 from eval.methods import LLAMA_CPP, PLAIN_KINDS, parse_method
 from eval.metrics import Group, figures
@@ -88,7 +88,7 @@ def harness_share(rows: Iterable[Row]) -> float | None:
     harness = methods = 0.0
     for row in rows:
         harness += row.get("harness_seconds", 0.0)
-        methods += row["seconds"] if "kind" in row else harness_clock_seconds(row)
+        methods += row["seconds"] if "kind" in row else sum(row["choices"][0]["wall_time"])
     return harness / methods if methods and harness else None
 
 
@@ -105,13 +105,10 @@ class Difference(NamedTuple):
 
 
 def first_difference(answer: Row, reference: Row) -> Difference | None:
-    """The first difference between two answers; later turns, which depend on it, are not compared.
-
-    An answer that was given as text is equal when its text is, however it is tokenized.
-    """
+    """The first difference between two answers; later turns, which depend on it, are not compared."""
     ours, theirs = answer["choices"][0], reference["choices"][0]
     for turn, (tokens, wanted) in enumerate(zip(ours["tokens"], theirs["tokens"], strict=True)):
-        if tokens == wanted or (ours["is_text"][turn] and ours["turns"][turn] == theirs["turns"][turn]):
+        if tokens == wanted:
             continue
         unequal = (i for i, (a, b) in enumerate(zip(tokens, wanted, strict=False)) if a != b)
         at = next(unequal, min(len(tokens), len(wanted)))

@@ -92,30 +92,6 @@ def test_written_traces_can_be_replayed_without_the_model(config, tmp_path, caps
         assert row["mean"] == pytest.approx(after[name]["mean"], rel=1e-4)
 
 
-def test_every_task_in_the_files_has_a_column(files, capsys):
-    assert main(["replay", *files, "--lengths", "8", "--head-layers", "0"]) == 0
-    printed = capsys.readouterr()
-    *tables, last = printed.out.splitlines()
-    (section,) = json.loads(last)["sections"]
-    assert [row["name"] for row in section["rows"]] == [*POLICIES, *BOUNDS]
-    for row in section["rows"]:
-        assert list(row["speedup"]) == ["a", "b"]
-        assert row["mean"] == pytest.approx(sum(row["speedup"].values()) / 2, rel=1e-4)
-    assert any(line.split("|")[2:5] == ["     a ", "     b ", "  mean "] for line in tables)
-    assert "loading" not in printed.err
-
-
-def test_a_task_of_the_command_line_joins_those_of_the_file_and_sampling_is_recorded(config, folder, tmp_path, capsys):
-    given = ["--task", "more", str(folder), str(tmp_path / "two.jsonl"), "--temperature", "0.7", "--seed", "5"]
-    few = ["--lengths", "6", "--head-layers", MEASURED, "--policies", "plain", "--num-questions", "1"]
-    assert main(["replay", str(config), *given, *few]) == 0
-    *tables, last = capsys.readouterr().out.splitlines()
-    record = json.loads(last)
-    assert [(task["name"], task["num_prompts"]) for task in record["tasks"]] == [("code", 1), ("more", 1)]
-    assert [row["name"] for row in record["sections"][0]["rows"]] == ["plain", *BOUNDS]
-    assert all(task["is_sampled"] for task in record["tasks"]) and "sampled" in tables[0]
-
-
 def test_policies_are_named_as_methods_are(files, capsys):
     names = [
         "adaptive",

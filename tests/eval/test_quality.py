@@ -97,11 +97,6 @@ def test_texts_are_those_of_the_harness(both):
     assert ours == theirs and any(len(text) < 12 for text in ours)
 
 
-def test_a_context_that_is_too_long_keeps_its_end(both):
-    asked = [request("x" * 200 + "abc", {"until": [], "max_gen_toks": 8, "do_sample": False})]
-    assert both[1].generate_until(asked) == both[0].generate_until(asked, disable_tqdm=True)
-
-
 def test_the_command_scores_every_policy_and_finds_them_equal(folder, tasks, capsys):
     options = ["--model", folder, "--include-path", tasks, "--policies", "plain", "adaptive", "fixed:2,3"]
     assert main(["quality", "--tasks", "own_writes", "own_chooses", *options]) == 0

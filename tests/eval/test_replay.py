@@ -55,21 +55,21 @@ def factory(name, scene):
     return lambda: make(name, scene.costs)
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=IDS)
+@pytest.mark.parametrize("setting", [slow(ALONE), slow(TOGETHER), slow(SAMPLED[0]), SAMPLED[1]], ids=IDS)
 @pytest.mark.parametrize("name", [*POLICIES, "dice 0", "dice 1", "dice 2", "dice 3"])
 def test_replay_predicts_every_round_of_a_random_model(small, name, setting):
     compare(small, factory(name, small), setting)
 
 
-@pytest.mark.parametrize(
-    "setting", [slow(ALONE), slow(TOGETHER), slow(SAMPLED[0]), SAMPLED[1]], ids=IDS
-)  # the random model has them all
-@pytest.mark.parametrize("name", [*[name if name in ("fixed", "pld") else slow(name) for name in POLICIES], "dice 7"])
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS, ids=IDS)
+@pytest.mark.parametrize("name", [*POLICIES, "dice 7"])
 def test_replay_predicts_every_round_of_the_embedded_model(demo, name, setting):
     compare(demo, factory(name, demo), setting)
 
 
-@pytest.mark.parametrize(("temperature", "lengths"), [(0.0, (35, 45, 30, 40)), slow(0.8, (70, 90, 60, 80))])
+@pytest.mark.slow
+@pytest.mark.parametrize(("temperature", "lengths"), [(0.0, (35, 45, 30, 40)), (0.8, (70, 90, 60, 80))])
 def test_replay_predicts_every_round_of_a_batch_that_lookup_drafts(temperature, lengths):
     llm = open_llm("demo")
     prompts = [llm.tokenizer(text * 3)["input_ids"] for text in (*TEXTS, "import os\n")]
@@ -83,7 +83,8 @@ def test_replay_predicts_every_round_of_a_batch_that_lookup_drafts(temperature, 
     assert any(exit_layer == LOOKUP and len(rows) == 3 for exit_layer, rows in rounds)
 
 
-@pytest.mark.parametrize("setting", [slow(ALONE), slow(TOGETHER), slow(SAMPLED[0]), SAMPLED[1]], ids=IDS)
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS, ids=IDS)
 @pytest.mark.parametrize("drawn", [(2, 3), (4, 6, 0.4), (8, 16, 0.7)])
 def test_replay_predicts_every_round_that_copies_draft(demo, drawn, setting):
     assert all(len(trace.copied) == 8 for trace in demo.traces(setting.temperature))

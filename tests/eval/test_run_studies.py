@@ -108,11 +108,3 @@ def test_a_failed_study_has_its_reason_and_the_others_continue(run, out, monkeyp
     assert run("--studies", "grid", "acceptance") == 0
     assert study(out, "grid")["error"] == "RuntimeError: no memory" and study(out, "acceptance")["exits"]
     assert "The study grid failed: RuntimeError: no memory" in capsys.readouterr().out
-
-
-def test_questions_come_from_all_categories_and_must_fit_the_context(run, out, tmp_path):
-    assert run("--studies", "acceptance", "--study-questions", "9") == 0
-    assert study(out, "acceptance")["num_questions"] == 3
-    (tmp_path / "own.jsonl").write_text(json.dumps(QUESTIONS[3]) + "\n")
-    assert run("--studies", "acceptance", "--output", str(out) + "2") == 0
-    assert "no question leaves room" in study(out.with_name("out2"), "acceptance")["error"]

@@ -165,11 +165,6 @@ def test_figures_are_those_of_the_times():
     assert goodput(rows, 4.0, {"ttft": 250.0, "tpot": 150.0}) == 0.25  # only the single token
 
 
-def test_a_load_without_a_completed_request_has_no_times():
-    found = figures_of([Served(0.0, (), 0, 0, "gone")])
-    assert found["failed"] == 1 and found["request_throughput"] == 0 and found["p50_ttft_ms"] is None
-
-
 def test_objectives_are_milliseconds_or_multiples_of_a_reference():
     goals = parse_goals(["ttft:500", "tpot:2.5x"])
     assert goals == [Goal("ttft", 500, False), Goal("tpot", 2.5, True)]
