@@ -20,8 +20,7 @@ from eval.answers import Failure, Method, Prompt, Skipped, Steps, Turn
 from eval.methods import LLAMA_CPP, MethodName, check_exit_layer
 from eval.models import gguf_file, open_peer, params_of, with_policy
 from selfspec import LLM
-from selfspec.control.rows import StageSeconds
-from selfspec.decoding.results import Round
+from selfspec.core import RoundOutput, StageSeconds
 
 STAGES = tuple(key.name for key in dataclasses.fields(StageSeconds) if not key.name.startswith("_"))
 
@@ -61,11 +60,16 @@ class Ours(Method):
 
     def __call__(self, prompt: Prompt) -> Turn:
         params = params_of(prompt.max_new_tokens, self.temperature, prompt.seed, self.eos)
-        steps, done, tokens = Steps(self.limit), list[Round](), list[int]()
-        for output in self.llm.stream([prompt.ids], params, on_round=done.append):
+        steps, done, tokens = Steps(self.limit), list[RoundOutput](), list[int]()
+
+        def on_round(round_: RoundOutput) -> None:
+            done.append(round_)
+            if round_.rows:
+                steps.add(len(round_.rows[0].token_ids))
+
+        for output in self.llm.stream([prompt.ids], params, on_round=on_round):
             (new,) = output.outputs
             tokens += new.token_ids
-            steps.add(len(new.token_ids))
         seconds = perf_counter() - steps.start
         stages = {stage: sum(getattr(round_.seconds, stage) for round_ in done) for stage in STAGES}
         return Turn(
@@ -81,14 +85,14 @@ class Ours(Method):
         )
 
 
-def layer_passes(round_: Round, num_layers: int) -> int:
+def layer_passes(round_: RoundOutput, num_layers: int) -> int:
     """Layers run one after another in a round of one row: all of them once, and the early ones per drafted token."""
     if round_.plan is None:
         return 0
     return num_layers + (round_.exit_layer or 0) * len(round_.rows[0].drafted)
 
 
-def split_by_round(seconds: Sequence[float], done: Sequence[Round]) -> list[float]:
+def split_by_round(seconds: Sequence[float], done: Sequence[RoundOutput]) -> list[float]:
     """The seconds of every round.
 
     The rounds of a program are returned together, so only the program's time is known. It is divided among its rounds
@@ -100,7 +104,7 @@ def split_by_round(seconds: Sequence[float], done: Sequence[Round]) -> list[floa
     found, at = list(seconds), 0
     while at < len(done):
         end = at + 1
-        while end < len(done) and done[end].program_index:
+        while end < len(done) and done[end].round_index:
             end += 1
         own = [round_.seconds.total for round_ in done[at:end]]
         if sum(own) > 0:
@@ -110,13 +114,13 @@ def split_by_round(seconds: Sequence[float], done: Sequence[Round]) -> list[floa
     return found
 
 
-def _record(round_: Round) -> dict[str, Any]:
+def _record(round_: RoundOutput) -> dict[str, Any]:
     row = round_.rows[0] if round_.rows else None
     return {
         "exit_layer": round_.exit_layer,
         "num_drafted": len(row.drafted) if row else 0,
         "num_accepted": row.num_accepted if row else 0,
-        "num_tokens": len(row.tokens) if row else 0,
+        "num_tokens": len(row.token_ids) if row else 0,
         "seconds": {stage: round(getattr(round_.seconds, stage), 7) for stage in STAGES},
     }
 

@@ -33,8 +33,8 @@ from eval.models import params_of, with_policy
 from eval.synthetic import SHAPES, Synthetic, random_prompts, synthetic_target
 from selfspec import LLM
 from selfspec.configuration import as_plain, build, check, check_least, flags_given, option
-from selfspec.decoding.results import Round
-from selfspec.llm import LLMEngine
+from selfspec.core import RoundOutput
+from selfspec.decoding.engine import LLMEngine
 
 TEMPERATURE = 0.5  # of all rows but those of peers: the acceptance of greedy outputs differs from the set one by 0.1
 DRAFT_TOKENS = 4  # of "fixed" and of transformers' early exit
@@ -136,14 +136,14 @@ class Counts:
     held: float = 0.0  # tokens of a row, summed over rounds
     plans: Counter[str] = field(default_factory=Counter)  # rounds by exit layer
 
-    def add(self, seconds: float, rounds: Sequence[Round], context: float) -> float:
+    def add(self, seconds: float, rounds: Sequence[RoundOutput], context: float) -> float:
         """Add a step whose rows hold `context` tokens at first; returns how many they hold then."""
         tokens = 0
         for round_ in rounds:
             self.held += context
-            context += sum(len(row.tokens) for row in round_.rows) / len(round_.rows)
-            tokens += sum(len(row.tokens) for row in round_.rows)
-            self.judged += sum(min(row.num_accepted + 1, len(row.drafted)) for row in round_.rows)
+            context += sum(len(row.token_ids) for row in round_.rows) / len(round_.rows)
+            tokens += sum(len(row.token_ids) for row in round_.rows)
+            self.judged += sum(row.num_judged for row in round_.rows)
             self.accepted += sum(row.num_accepted for row in round_.rows)
             self.plans["plain" if round_.exit_layer is None else str(round_.exit_layer)] += 1
         self.rounds += len(rounds)
@@ -174,7 +174,7 @@ class Rows:
         self.device, self.context, self.new_tokens, self.clock = llm.target.stack.device, context, new_tokens, clock
         self.num_begun = 0
 
-    def full_steps(self) -> Iterator[tuple[float, list[Round], float]]:
+    def full_steps(self) -> Iterator[tuple[float, list[RoundOutput], float]]:
         """Endless steps in which all rows decode and no prompt is read: seconds, rounds, tokens that a row held."""
         while True:
             for at, prompt in enumerate(self.prompts):
@@ -183,14 +183,14 @@ class Rows:
                 self.num_begun += 1
             held, is_full = float(self.context), False
             while self.engine.has_unfinished_requests():
-                rounds, begun = list[Round](), self.clock()
+                rounds, begun = list[RoundOutput](), self.clock()
                 is_ended = any(output.finished for output in self.engine.step(rounds.append))
                 synchronize(self.device)
                 seconds = self.clock() - begun
                 if is_full:
                     yield seconds, rounds, held
                 is_full = all(len(one.rows) == len(self.prompts) for one in rounds)
-                held += sum(len(row.tokens) for one in rounds for row in one.rows) / len(self.prompts)
+                held += sum(len(row.token_ids) for one in rounds for row in one.rows) / len(self.prompts)
                 if is_ended:
                     break
             self.stop()
@@ -360,7 +360,7 @@ class Shape:
         rows = Rows(llm, batch, context, config.new_tokens)
         found = rows.rate(config.warm_seconds, config.window_seconds)
         rows.stop()
-        rows.engine.remember()
+        llm.keep_statistics(rows.engine)
         if method in ("plain", "fixed") and batch in config.batch_sizes[:NUM_FIRST] and context == config.contexts[0]:
             try:
                 found |= rows.busy()

@@ -193,16 +193,16 @@ def method_of(workload: Workload, policy: str) -> Method:
     """A policy by name, with the acceptance statistics, or exit layer and draft length, stored with the model."""
     settings: tuple[int | None, int | None] = (None, None)
     if parse_policy(policy).kind not in CHOOSES_EXIT:
-        settings = workload.llm.target.default_exit_layer, workload.llm.target.default_num_draft_tokens
+        settings = workload.llm.target.default_exit_layer, workload.llm.target.default_num_speculative_tokens
     kind = policy if policy in (PLAIN, ADAPTIVE) else OTHER
     prior = prior_of(workload.llm.target)
     return Method(policy, kind, lambda: make(policy, workload.costs, *settings, prior), {})
 
 
-def fixed(costs: Costs, exit_layer: int, num_draft_tokens: int) -> Method:
+def fixed(costs: Costs, exit_layer: int, num_speculative_tokens: int) -> Method:
     """A fixed setting as a method."""
-    settings = {"exit_layer": exit_layer, "num_draft_tokens": num_draft_tokens}
-    name = f"fixed:{exit_layer},{num_draft_tokens}"
+    settings = {"exit_layer": exit_layer, "num_speculative_tokens": num_speculative_tokens}
+    name = f"fixed:{exit_layer},{num_speculative_tokens}"
     return Method(name, FIXED, lambda: make(name, costs), settings)
 
 

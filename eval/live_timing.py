@@ -14,15 +14,13 @@ from eval.models import Ids, decode, measured_costs, with_policy
 from eval.replay import Overhead, Overheads
 from eval.tasks import trace_of
 from eval.traces import Trace
-from selfspec import LLM
+from selfspec import LLM, SamplingParams
 from selfspec.calibrate.readings import mean
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
 from selfspec.control.plan import Policy
-from selfspec.control.rows import StageSeconds
-from selfspec.decoding.results import Round
+from selfspec.core import RoundOutput, StageSeconds
 from selfspec.decoding.stats import SpecStats
-from selfspec.executors.pick import Sampling
 
 COST_REPEATS = 3  # of the cost measurement before every repeat; with 1, predictions varied by a fifth
 STAGES = ("draft", "verify", "head", "pick", "shadow", "control", "rest")
@@ -59,7 +57,7 @@ class Workload(NamedTuple):
 def workload_of(llm: LLM, prompts: Ids, num_tokens: int, costs: Costs, task: str, say: Say) -> Workload:
     """Decode every prompt plainly, up to `num_tokens` or the end of the context, and record the traces."""
     say(f"{task}: decoding and recording {len(prompts)} prompts")
-    traces = [trace_of(llm, prompt, num_tokens, Sampling(), task) for prompt in prompts]
+    traces = [trace_of(llm, prompt, num_tokens, SamplingParams(), task) for prompt in prompts]
     return Workload(llm, prompts, traces, costs)
 
 
@@ -107,9 +105,9 @@ def call(
         policy.set_correction(correction)
     limits = [min(len(trace.tokens), max_tokens or len(trace.tokens)) for trace in workload.traces]
     llm = with_policy(workload.llm, policy=policy, max_num_seqs=batch_size, exact=method.exact)
-    done, times = list[Round](), list[float]()
+    done, times = list[RoundOutput](), list[float]()
 
-    def on_round(round_: Round) -> None:
+    def on_round(round_: RoundOutput) -> None:
         times.append(perf_counter())
         done.append(round_)
 
@@ -121,7 +119,7 @@ def call(
     if corrections is not None and isinstance(policy, Adaptive):
         corrections[method.name] = policy.state()["correction"]
     planned = [round_ for round_ in done if round_.plan is not None]
-    first = next((i for i, round_ in enumerate(done) if i and not round_.program_index), len(done))  # of program 2
+    first = next((i for i, round_ in enumerate(done) if i and not round_.round_index), len(done))  # of program 2
     before = times[0] - start - sum(round_.seconds.total for round_ in done[:first])
     between = (wall - before - sum(round_.seconds.total for round_ in done)) / max(1, len(planned))
     return Call(
@@ -140,7 +138,7 @@ def call(
     )
 
 
-def _overheads(planned: Sequence[Round], between: float) -> Overheads:
+def _overheads(planned: Sequence[RoundOutput], between: float) -> Overheads:
     """Mean overheads of rounds that draft and of plain rounds; where there are none of one kind, those of the other."""
     taken: dict[bool, list[StageSeconds]] = {}
     for each in planned:

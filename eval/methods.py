@@ -16,18 +16,18 @@ import difflib
 import re
 from typing import Any, NamedTuple
 
-from selfspec.control.plan import DRAFTS
 from selfspec.control.registry import POLICIES
+from selfspec.core import DRAFTERS
 
-DRAFTER_OPTIONS = {"copies", "tree"}  # they change how drafters draft and draft nothing alone
+DRAFTER_OPTIONS = {"copies"}  # it changes how another drafter drafts, and drafts nothing alone
 PEERS = ("early_exit", "prompt_lookup", "assistant")
 LLAMA_CPP = "llama.cpp"
 PLAIN_KINDS = ("plain", "transformers")  # methods that draft nothing: the default baselines
 FORMS = (
     *POLICIES,
     "fixed:E,D",
-    *(f"adaptive:{one}" for one in DRAFTS if one not in DRAFTER_OPTIONS),
-    f"adaptive:{'+'.join(DRAFTS)}",
+    *(f"adaptive:{one}" for one in DRAFTERS if one not in DRAFTER_OPTIONS),
+    f"adaptive:{'+'.join(DRAFTERS)}",
     "transformers",
     "transformers:early_exit:E",
     "transformers:prompt_lookup:N",
@@ -89,7 +89,7 @@ def parse_method(name: str) -> MethodName:
 
 
 def _are_drafters(names: list[str]) -> bool:
-    return len(set(names)) == len(names) and {*names} <= {*DRAFTS} and not {*names} <= DRAFTER_OPTIONS
+    return len(set(names)) == len(names) and {*names} <= {*DRAFTERS} and not {*names} <= DRAFTER_OPTIONS
 
 
 def check_exit_layer(method: MethodName, exit_layer: int | None, num_layers: int) -> None:

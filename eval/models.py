@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,14 @@ from torch import Tensor
 from transformers.utils import logging
 
 from eval.config import Common
-from selfspec import LLM, SamplingParams, SpeculativeConfig, hub
+from selfspec import LLM, SamplingParams, SpeculativeConfig
 from selfspec.calibrate.measure import measure
 from selfspec.control.costs import Costs
-from selfspec.decoding.engine import page_size_of
-from selfspec.decoding.results import Round
+from selfspec.decoding.defaults import GenerationDefaults
+from selfspec.decoding.engine import OnRound, page_size_of
+from selfspec.decoding.outputs import CompletionOutput
+from selfspec.loading import hub
 from selfspec.model.kv_cache import PackedRows, Span
-from selfspec.outputs import CompletionOutput
 
 Ids = Sequence[Sequence[int]]  # prompts, as token ids
 
@@ -49,6 +50,7 @@ def with_policy(llm: LLM, *, max_num_seqs: int = 1, exact: bool = False, **setti
     """
     made = llm.with_speculative(SpeculativeConfig(**{"reuse_responses": False, **settings}))
     made.max_num_seqs, made.exact, made.target.tokenizer = max_num_seqs, exact, None
+    made.target.defaults = GenerationDefaults(llm.target.stack.model)
     return made
 
 
@@ -71,7 +73,7 @@ def decode(
     *,
     temperature: float = 0.0,
     seeds: int | Sequence[int] = 0,
-    on_round: Callable[[Round], None] | None = None,
+    on_round: OnRound | None = None,
 ) -> list[CompletionOutput]:
     """The outputs of the prompts, in their order; only their length ends them.
 

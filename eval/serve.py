@@ -83,12 +83,12 @@ class ServeConfig(Common):
     max_batch_size: int = option(64, "Simulated rows decoded together.")
     max_cached_tokens: int = option(0, "Simulated cached tokens; 0: no limit.")
     exit_layer: int = option(0, "Exit layer of simulated policies that do not choose it; 0: a quarter of the layers.")
-    num_draft_tokens: int = option(0, "Draft length of such policies; 0: 4.")
+    num_speculative_tokens: int = option(0, "Draft length of such policies; 0: 4.")
     output: str = option("", "Run folder; empty: runs/ and the configuration's name.")
 
     def __post_init__(self) -> None:
         check_least(self, 1, "num_requests", "vocab_size", "max_batch_size")
-        check_least(self, 0, "seed", "warmups", "max_cached_tokens", "exit_layer", "num_draft_tokens")
+        check_least(self, 0, "seed", "warmups", "max_cached_tokens", "exit_layer", "num_speculative_tokens")
         for name in ("prompt_tokens", "output_tokens"):
             least = getattr(self, name)
             fits = len(least) == 2 and 1 <= least[0] <= least[1]

@@ -32,9 +32,8 @@ from eval.questions import Question
 from eval.records import FullError, read_object, write_file
 from eval.tasks import MEASURED, Recorded, ReplayConfig, trace_of
 from eval.traces import Trace
-from selfspec import LLM
-from selfspec.decoding.results import Round
-from selfspec.executors.pick import Sampling
+from selfspec import LLM, SamplingParams
+from selfspec.core import RoundOutput
 
 DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
@@ -64,8 +63,8 @@ class Material:
         found = []
         for i, prompt in enumerate(self.prompts):
             self.say(f"studies: recording question {i + 1} of {len(self.prompts)}")
-            sampling = Sampling(self.config.temperature, seed=prompt.seed)
-            trace = trace_of(self.llm, prompt.ids, prompt.max_new_tokens, sampling)
+            params = SamplingParams(temperature=self.config.temperature, seed=prompt.seed)
+            trace = trace_of(self.llm, prompt.ids, prompt.max_new_tokens, params)
             ends = [j for j, token in enumerate(trace.tokens, 1) if token in self.eos]
             found.append(trace.cut(ends[0]) if ends else trace)
         return found
@@ -79,7 +78,10 @@ class Material:
     def seconds(self, prompts: Sequence[Prompt], batch_size: int, **settings: Any) -> float:
         """Seconds to decode study_tokens after every prompt, without prefill, by the engine's own clock."""
         limits = [min(self.config.study_tokens, prompt.max_new_tokens) for prompt in prompts]
-        done, llm = list[Round](), with_policy(self.llm, max_num_seqs=batch_size, **{"policy": "plain", **settings})
+        done, llm = (
+            list[RoundOutput](),
+            with_policy(self.llm, max_num_seqs=batch_size, **{"policy": "plain", **settings}),
+        )
         seeds, ids = [prompt.seed for prompt in prompts], [prompt.ids for prompt in prompts]
         decode(llm, ids, limits, temperature=self.config.temperature, seeds=seeds, on_round=done.append)
         return sum(round_.seconds.total - round_.seconds.prefill for round_ in done)
@@ -165,7 +167,7 @@ def policies(material: Material) -> Record:
     """Replay every policy, a new one per question; speedups are over plain decoding of all questions together."""
     target, length = material.llm.target, max(len(trace.tokens) for trace in material.traces)
     material.say(f"policies: replaying {len(material.traces)} questions")
-    defaults = target.default_exit_layer, target.default_num_draft_tokens
+    defaults = target.default_exit_layer, target.default_num_speculative_tokens
     task = Recorded("run", material.traces, target.costs(), *defaults)
     config = ReplayConfig(lengths=(length,), head_layers=(MEASURED,), temperature=material.config.temperature)
     (section,) = compare([task], config)

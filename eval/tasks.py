@@ -25,11 +25,10 @@ from eval.questions import encode, is_file, read_questions
 from eval.recording import prior_of, record
 from eval.replay import parse_policy
 from eval.traces import Trace, load, save
-from selfspec import LLM
+from selfspec import LLM, SamplingParams
 from selfspec.configuration import check, check_least, flags_given, option
 from selfspec.control.acceptance import is_prior
 from selfspec.control.costs import Costs
-from selfspec.executors.pick import Sampling
 
 MEASURED, STORED = "measured", "stored"
 
@@ -69,15 +68,15 @@ class ReplayConfig(TaskConfig):
     head_layers: tuple[str, ...] = option(
         (MEASURED, "0", "0.5", "1", "2", "4"), "Costs of the output head, in layers; 'measured': as on this machine."
     )
-    policies: tuple[str, ...] = option((), "Policies to compare, such as adaptive:exit+tree; empty: all.")
+    policies: tuple[str, ...] = option((), "Policies to compare, such as adaptive:exit+copies; empty: all.")
     prior: str = option(STORED, "Acceptance statistics at a policy's start: 'stored' with its model, or 'none'.")
     exit_layer: int = option(0, "Exit layer of policies that do not choose it; 0: stored with the model, or a quarter.")
-    num_draft_tokens: int = option(0, "Draft length of such policies; 0: stored with the model, or 4.")
+    num_speculative_tokens: int = option(0, "Draft length of such policies; 0: stored with the model, or 4.")
     repeats: int = option(15, "How often every piece of a round is timed.")
 
     def __post_init__(self) -> None:
         check_tasks(self)
-        check_least(self, 0, "threads", "num_questions", "exit_layer", "num_draft_tokens", "temperature")
+        check_least(self, 0, "threads", "num_questions", "exit_layer", "num_speculative_tokens", "temperature")
         check_least(self, 1, "repeats")
         fits = bool(self.lengths) and all(n >= 1 for n in self.lengths)
         check(fits, "lengths", "numbers of at least 1", list(self.lengths))
@@ -102,7 +101,7 @@ class Recorded(NamedTuple):
     traces: list[Trace]
     costs: Costs
     exit_layer: int | None = None
-    num_draft_tokens: int | None = None
+    num_speculative_tokens: int | None = None
     model: dict[str, Any] | None = None
     prior: Any = None  # acceptance statistics
 
@@ -135,12 +134,12 @@ def open_task(task: Task, config: TaskConfig, say: Say) -> tuple[LLM, Ids]:
     return llm, prompts
 
 
-def trace_of(llm: LLM, prompt: Sequence[int], num_tokens: int, sampling: Sampling, task: str = "") -> Trace:
+def trace_of(llm: LLM, prompt: Sequence[int], num_tokens: int, params: SamplingParams, task: str = "") -> Trace:
     """Decode a prompt plainly, up to `num_tokens` or the end of the context, and record the trace."""
     stack = llm.target.stack
     limit, plain = min(num_tokens, stack.context_limit - len(prompt)), with_policy(llm, policy="plain")
-    (answer,) = decode(plain, [prompt], limit, temperature=sampling.temperature, seeds=sampling.seed)
-    return record(stack, prompt, answer.token_ids, sampling, task)
+    (answer,) = decode(plain, [prompt], limit, temperature=params.temperature or 0.0, seeds=params.seed)
+    return record(stack, prompt, answer.token_ids, params, task)
 
 
 def save_traces(traces: Sequence[Trace], folder: str, task: str, prior: Any) -> None:
@@ -196,14 +195,14 @@ def _record_task(
         traces = []
         for i, prompt in enumerate(prompts):
             say(f"{task.name}: prompt {i + 1} of {len(prompts)}")
-            sampling = Sampling(config.temperature, seed=config.seed + i)
-            traces.append(trace_of(llm, prompt, max(config.lengths), sampling, task.name))
+            params = SamplingParams(temperature=config.temperature, seed=config.seed + i)
+            traces.append(trace_of(llm, prompt, max(config.lengths), params, task.name))
     if costs is None:
         say(f"{task.name}: measuring costs")
         costs = measured_costs(llm, (1,), config.repeats)
     about = measurement.model(llm, task.model)
     target = llm.target
-    stored = target.default_exit_layer, target.default_num_draft_tokens
+    stored = target.default_exit_layer, target.default_num_speculative_tokens
     return _checked(Recorded(task.name, traces, costs, *stored, about, prior_of(target)))
 
 

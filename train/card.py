@@ -34,7 +34,7 @@ class CardFacts:
     parameters: int
     quality: ExitQuality
     exit_layer: int
-    num_draft_tokens: int
+    num_speculative_tokens: int
     samples: tuple[tuple[str, str], ...]
     shape: Any  # the model's config of transformers
     before: ExitQuality | None = None  # of model.base

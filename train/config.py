@@ -19,8 +19,10 @@ from train.sections import (
     TextConfig,
 )
 
-_RUN_KEYS = "output export card notes exit_layer num_draft_tokens max_steps max_minutes save_steps log_steps report_to"
-MAY_DIFFER = ("eval", *(f"run.{key}" for key in _RUN_KEYS.split()))
+_RUN_KEYS = (
+    "output export card notes exit_layer num_speculative_tokens max_steps max_minutes save_steps log_steps report_to"
+)
+MAY_DIFFER = ("eval", "run.report_to", *(f"run.{key}" for key in _RUN_KEYS.split()))
 """What may differ when a run is resumed; another max_steps changes the schedule of the remaining steps only."""
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from selfspec.errors import UnsupportedModelError
-from selfspec.hub import open_model
+from selfspec.loading.hub import open_model
 
 SUFFIX = ".tar.xz"
 DTYPES = ("float16", "bfloat16", "float32")

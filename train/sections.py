@@ -183,7 +183,7 @@ class RunConfig:
     card: str = option("", "File of Markdown text that opens the model card; empty means a general text.")
     notes: str = option("", "A sentence on hardware and time for the model card.")
     exit_layer: int = option(0, "Exit layer stored with the model; 0 chooses it by agreement and size.")
-    num_draft_tokens: int = option(0, "Draft length stored with the model; 0 chooses it likewise.")
+    num_speculative_tokens: int = option(0, "Draft length stored with the model; 0 chooses it likewise.")
     seed: int = option(0, "Seed of weights or adapters, data order and layer dropout.")
     max_steps: int = option(2000, "Steps of the whole run.")
     max_minutes: float = option(
@@ -205,7 +205,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check(not self.card or Path(self.card).is_file(), "card", "a file of Markdown text", self.card)
-        check_least(self, 0, "exit_layer", "num_draft_tokens", "seed", "max_minutes")
+        check_least(self, 0, "exit_layer", "num_speculative_tokens", "seed", "max_minutes")
         check_least(self, 1, "max_steps", "tokens_per_batch", "gradient_accumulation_steps")
         check_least(self, 1, "save_steps", "log_steps")
         check(min(self.windows, default=0) > 1, "windows", "a list of lengths of at least 2 tokens", self.windows)

@@ -73,7 +73,7 @@ def test_a_run_prints_tables_and_one_json_document_and_writes_files(config, tmp_
         ratios = [a / b for a, b in zip(methods["adaptive"]["live_by_repeat"], best["live_by_repeat"], strict=True)]
         assert batch["adaptive_over_best_fixed"]["median"] == pytest.approx(sum(ratios) / 2, 1e-4)
         for method in timed:
-            assert method["settings"]["exit_layer"] in (1, 2) and method["settings"]["num_draft_tokens"] in (1, 3)
+            assert method["settings"]["exit_layer"] in (1, 2) and method["settings"]["num_speculative_tokens"] in (1, 3)
             assert method["mean_exit_layer"] == method["settings"]["exit_layer"]
             assert method["num_rounds"] == method["predicted_rounds"]
         for method in methods.values():

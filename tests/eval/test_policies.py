@@ -10,6 +10,7 @@ import yaml
 
 from eval.__main__ import main
 from eval.config import FOLDER, config_of
+from eval.models import open_llm
 from eval.policies import BOUNDS, compare, with_head
 from eval.replay import make, replay
 from eval.tasks import MEASURED, Recorded, ReplayConfig, Task
@@ -18,11 +19,10 @@ from selfspec.calibrate.profile import store_prior
 from selfspec.control.acceptance import Tracker
 from selfspec.control.costs import Costs
 from selfspec.control.registry import POLICIES
-from selfspec.control.rows import RowState
+from selfspec.core import Request, Sequence
 from selfspec.drafting.row_lookup import RowLookup
 from tests.eval.models import save_model
 from tests.eval.replays import made_up_costs, random_trace
-from tests.target import load as load_model
 
 QUESTIONS = ["def f(x):\n", "for name in names:\n    print("]
 
@@ -84,7 +84,7 @@ def test_a_run_prints_tables_and_one_json_document_and_writes_files(config, tmp_
 
 def test_written_traces_can_be_replayed_without_the_model(config, tmp_path, capsys):
     out, kept = tmp_path / "out", tmp_path / "kept"
-    shown = ["--lengths", "12", "--head-layers", "2", "--exit-layer", "2", "--num-draft-tokens", "3"]
+    shown = ["--lengths", "12", "--head-layers", "2", "--exit-layer", "2", "--num-speculative-tokens", "3"]
     before = rows_of(capsys, config, "--output", out, "--record-traces", kept, *shown)
     after = rows_of(capsys, "--traces", kept / "code.npz", "--costs", out / "costs.json", *shown)
     assert list(before) == list(after)
@@ -96,17 +96,17 @@ def test_policies_are_named_as_methods_are(files, capsys):
     names = [
         "adaptive",
         "adaptive:exit",
-        "adaptive:exit+tree",
-        "adaptive:exit+copies+lookup+tree",
+        "adaptive:exit+copies",
+        "adaptive:exit+copies+lookup",
         "fixed:2,3",
         "fixed",
     ]
-    told = ["--exit-layer", "2", "--num-draft-tokens", "3"]
+    told = ["--exit-layer", "2", "--num-speculative-tokens", "3"]
     rows = rows_of(capsys, *files, "--lengths", "20", "--head-layers", MEASURED, *told, "--policies", *names)
     assert list(rows) == [*names, *BOUNDS]
-    assert rows["adaptive"]["speedup"] == rows["adaptive:exit+copies+lookup+tree"]["speedup"]
+    assert rows["adaptive"]["speedup"] == rows["adaptive:exit+copies+lookup"]["speedup"]
     assert rows["fixed:2,3"]["speedup"] == rows["fixed"]["speedup"] != rows["adaptive"]["speedup"]
-    states = [RowState(0, 20, 100, RowLookup([1, 2] * 10))]
+    states = [Sequence(0, Request([1]), [1, 2] * 10, 120, new_lookup=RowLookup)]
     policies = [make(name, made_up_costs(4)) for name in names[:4]]
     assert [policy.plan(states).lookups is not None for policy in policies] == [True, False, False, True]
 
@@ -114,7 +114,7 @@ def test_policies_are_named_as_methods_are(files, capsys):
 def test_exit_layer_applies_only_to_policies_that_do_not_choose_it(files, capsys):
     shown = [*files, "--lengths", "20", "--head-layers", MEASURED, "--policies", "adaptive", "del", "fixed"]
     first = rows_of(capsys, *shown)
-    second = rows_of(capsys, *shown, "--exit-layer", "3", "--num-draft-tokens", "1")
+    second = rows_of(capsys, *shown, "--exit-layer", "3", "--num-speculative-tokens", "1")
     same = [first[name]["mean"] == second[name]["mean"] for name in ("adaptive", "del", "fixed")]
     assert same == [True, True, False]
 
@@ -165,7 +165,7 @@ def test_trace_files_include_statistics_and_replay_can_ignore_them(folder, confi
         return rows_of(capsys, *shown, *costs, *given)["adaptive:exit"]["mean"]
 
     before = mean()
-    path = store_prior(folder, load_model(folder).stack, sure_of(1))
+    path = store_prior(folder, open_llm(str(folder)).target.stack, sure_of(1))
     try:
         stored = mean("--record-traces", kept)
     finally:
@@ -193,7 +193,7 @@ def test_statistics_of_another_model_are_refused(files, tmp_path, capsys):
         (["--policies", "best"], "method 'best' is unknown"),
         (
             ["--policies", "transformers"],
-            f"policies must be among {', '.join(POLICIES)}, or such as adaptive:exit+tree",
+            f"policies must be among {', '.join(POLICIES)}, or such as adaptive:exit+copies",
         ),
         (["--temperature", "-1"], "temperature must be at least 0, got -1.0"),
         (["--costs", "nowhere.json"], "cannot read the costs 'nowhere.json'"),

@@ -9,10 +9,10 @@ import pytest
 from eval.models import open_llm
 from eval.replay import make
 from selfspec.control.adaptive import Adaptive
-from selfspec.control.cost_table import Table
-from selfspec.control.fixed import Fixed
-from selfspec.control.plan import LOOKUP
+from selfspec.control.costs import Table
+from selfspec.control.published.layerskip import Fixed
 from selfspec.control.registry import POLICIES
+from selfspec.core import LOOKUP
 from tests.eval.models import tiny_llm
 from tests.eval.replays import Dice, Scene, Setting, assert_same, replayed
 from tests.helpers import make_prompts
@@ -76,8 +76,8 @@ def test_replay_predicts_every_round_of_a_batch_that_lookup_drafts(temperature, 
     scene = Scene(llm, prompts, lengths)
     costs = replace(scene.costs, ragged=Table.of({2: 1.0, 4: 1.0}))
     scene.costs, setting = costs, Setting(3, temperature, 24)
-    compare(scene, lambda: Adaptive(costs, drafts=("exit", "lookup", "tree")), setting)
-    policy = Adaptive(costs, drafts=("exit", "lookup", "tree"))
+    compare(scene, lambda: Adaptive(costs, drafters=("exit", "lookup")), setting)
+    policy = Adaptive(costs, drafters=("exit", "lookup"))
     calls = replayed(scene.traces(temperature), policy, costs, setting)[0]
     rounds = [round_ for name, told, *_ in calls if name == "observe" for round_ in told]
     assert any(exit_layer == LOOKUP and len(rows) == 3 for exit_layer, rows in rounds)

@@ -14,10 +14,10 @@ from eval.__main__ import main
 from eval.config import FOLDER, RunConfig, config_of
 from eval.decoders import Ours
 from eval.methods import file_name
+from eval.models import decode, open_llm, with_policy
 from eval.records import RunFolder
 from selfspec.control.registry import POLICIES
 from tests.eval.models import save_model
-from tests.target import load
 
 QUESTIONS = [
     {"question_id": "a", "category": "writing", "turns": ["def f(x):\n", "and then"]},
@@ -73,7 +73,7 @@ def method(out, name):
 
 
 def test_every_method_gives_the_tokens_of_plain_decoding_in_spec_bench_format(run, out, model, capsys):
-    ours = [*POLICIES, "fixed:2,3", "adaptive:exit", "adaptive:lookup+tree"]
+    ours = [*POLICIES, "fixed:2,3", "adaptive:exit", "adaptive:lookup"]
     theirs = ["", ":early_exit:2", ":prompt_lookup:3", f":assistant:{model}"]
     names = [*ours, *("transformers" + rest for rest in theirs)]
     assert run("--methods", *names, "--keep-rounds", "--warmups", "1") == 0
@@ -155,8 +155,10 @@ def test_sampled_outputs_are_compared_only_across_selfspec_methods(run, out):
 
 
 def test_output_ends_at_the_end_of_text_token_unless_ignored(run, out, model, monkeypatch):
-    token = load(model).generate(["x"], policy="plain", max_new_tokens=6)[0].tokens[2]
-    monkeypatch.setattr("selfspec.target.Target.eos_token_ids", property(lambda self: frozenset({token})))
+    llm = open_llm(str(model))
+    (done,) = decode(with_policy(llm, policy="plain"), [llm.tokenizer("x")["input_ids"]], 6)
+    token = done.token_ids[2]
+    monkeypatch.setattr("selfspec.loading.target.Target.eos_token_ids", property(lambda self: frozenset({token})))
     names = ["plain", "fixed:2,3", "transformers", "transformers:early_exit:2"]
     assert run("--methods", *names) == 0
     for name in ("plain", "fixed-2,3", "transformers", "transformers-early_exit-2"):

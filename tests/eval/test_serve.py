@@ -199,7 +199,7 @@ def test_the_command_of_a_server_has_the_flags_of_its_policy():
     program = command_of(config, "fixed:4,2")[1:]
     assert program[:5] == ["-m", "selfspec", "serve", "a model", "--port"] and program[5] == "{port}"
     assert program[6:] == ["--policy", "fixed", "--exit-layer", "4", "--num-speculative-tokens", "2"]
-    assert command_of(config, "adaptive:exit+tree")[-2:] == ["--drafters", "exit,tree"]
+    assert command_of(config, "adaptive:exit+copies")[-2:] == ["--drafters", "exit,copies"]
 
 
 @pytest.mark.parametrize(

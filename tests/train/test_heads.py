@@ -80,7 +80,7 @@ def test_trained_heads_agree_more_and_change_no_token(stories_folder, tmp_path, 
         assert not torch.equal(before.stack.logits(hidden, 3), after.stack.logits(hidden, 3))
     prompts = ["Once upon a time", "The dog was"]
     plain = before.generate(prompts, policy="plain", max_new_tokens=48)
-    drafts = [t.generate(prompts, exit_layer=3, num_draft_tokens=4, max_new_tokens=48) for t in (before, after)]
+    drafts = [t.generate(prompts, exit_layer=3, num_speculative_tokens=4, max_new_tokens=48) for t in (before, after)]
     for drafted in drafts:
         assert [c.tokens for c in drafted] == [c.tokens for c in plain]
     accepted = [sum(c.stats.num_accepted_draft_tokens for c in drafted) for drafted in drafts]
