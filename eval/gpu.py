@@ -349,9 +349,8 @@ class Shape:
         config, (context, batch, method) = self.config, cell
         if method.startswith("peer:"):
             peer = next(one for one in map(read_peer, config.peer) if f"peer:{one.name}" == method)
-            options = {"batch": batch, "context": context, "new_tokens": config.new_tokens}
-            where = {"shape": self.name, "dtype": config.dtype, "device": config.device}
-            return folder_rate(peer, self.end - time(), **options, **where)
+            about: Record = {"context": context, "new_tokens": config.new_tokens, "dtype": config.dtype}
+            return folder_rate(peer, self.end - time(), shape=self.name, batch=batch, device=config.device, **about)
         if method in TRANSFORMERS:
             return transformers_rate(self.target, method, batch, context, config.window_seconds, DRAFT_TOKENS)
         llm = self.llm(method)

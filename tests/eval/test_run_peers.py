@@ -30,7 +30,7 @@ def gguf(tmp_path_factory):
 
 def test_method_names_are_parsed():
     assert parse_method("fixed:4,6").settings == {"policy": "fixed", "exit_layer": 4, "num_speculative_tokens": 6}
-    assert parse_method("adaptive:exit+copies").settings == {"policy": "adaptive", "drafters": ("exit", "tree")}
+    assert parse_method("adaptive:exit+copies").settings == {"policy": "adaptive", "drafters": ("exit", "copies")}
     assert parse_method("transformers:assistant:a:b").option == "a:b" and not parse_method("transformers").is_ours
     assert parse_method("llama.cpp:a.gguf") == ("llama.cpp:a.gguf", "llama.cpp", "a.gguf")
     for form in FORMS:
