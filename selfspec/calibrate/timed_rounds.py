@@ -11,7 +11,7 @@ import torch
 
 from selfspec.core import LOOKUP, Draft, Plan, Request, RoundOutput, SamplingParams, Sequence, StageSeconds
 from selfspec.decoding.stopping import Stopper
-from selfspec.drafting.row_lookup import RowLookup
+from selfspec.drafting.lookup import RowLookup
 from selfspec.executors.base import RoundDraft
 from selfspec.executors.picker import Picker
 from selfspec.executors.select import executors_for
