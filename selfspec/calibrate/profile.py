@@ -19,15 +19,14 @@ import torch
 import transformers
 
 from selfspec.calibrate.measure import measure
-from selfspec.control.cost_table import Copies, Table
-from selfspec.control.costs import Costs
+from selfspec.control.costs import Copies, Costs, Table
 from selfspec.files import write_whole
 from selfspec.kernels.machine import cache_folder, warn_not_kept
 from selfspec.model.fingerprint import device_name, heads_of, shape_of, weights_of
 from selfspec.model.stack import Stack
 from selfspec.version import __version__
 
-SCHEMA = 22  # version of costs files; files of other versions are not read
+SCHEMA = 23  # version of costs files; files of other versions are not read
 PRIOR_SCHEMA = 2  # version of prior files
 STORED = "selfspec-prior.json"  # in a model's folder
 MOST_ROWS = 32  # largest batch measured at first use; tables extrapolate beyond

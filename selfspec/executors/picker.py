@@ -9,10 +9,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from selfspec.executors.pick import Sampling
+from selfspec.core import SamplingParams
 from selfspec.kernels.compiled_pick import Picks, compiled_pick, sampling_bytes
 from selfspec.kernels.gumbel import NoiseAhead
-from selfspec.kernels.pick import Subset, alternatives, best_of, sampling_tensors, scored, to_token_ids
+from selfspec.kernels.pick import Subset, alternatives, confidences_of, sampling_tensors, scored, to_token_ids
 from selfspec.kernels.suite import pick_for
 from selfspec.model.kv_cache import tensor_of
 from selfspec.model.stack import Stack
@@ -34,53 +34,63 @@ class Picker:
     def __call__(
         self,
         logits: Tensor,
-        samplings: Sequence[Sampling],
+        params: Sequence[SamplingParams],
         positions: Sequence[int],
         subset: Subset | None = None,
         with_confidence: bool = False,
-        with_alternatives: bool = False,
     ) -> Picks:
-        """Picks at N positions; see `kernels.pick.scored` for the arguments, and `best_of` for confidences."""
+        """Picks at N positions; see `kernels.pick.scored` for the arguments, and `confidences_of` for confidences."""
         tokens = None if subset is None else subset.tokens
         if self.is_compiled:
-            return compiled_pick(
-                logits, packed_samplings(samplings), positions, tokens, with_confidence, with_alternatives
-            )
+            return compiled_pick(logits, packed_params(params), positions, tokens, with_confidence)
         at, fused = tensor_of(positions, logits.device), pick_for(logits.device)
-        if fused is not None and not with_alternatives:
-            return Picks(*fused(logits, sampling_tensors(samplings, at), tokens), None)
-        scores = scored(logits, samplings, at, self._noise, subset)
-        if not (with_confidence or with_alternatives):
-            return Picks(to_token_ids(scores.argmax(-1), subset), None, None)
-        best, confidences = best_of(scores)
-        others = to_token_ids(alternatives(scores, best), subset) if with_alternatives else None
-        return Picks(to_token_ids(best, subset), confidences, others)
+        if fused is not None:
+            return Picks(*fused(logits, sampling_tensors(params, at), tokens))
+        scores = scored(logits, params, at, self._noise, subset)
+        if not with_confidence:
+            return Picks(to_token_ids(scores.argmax(-1), subset))
+        picks, confidences = confidences_of(scores)
+        return Picks(to_token_ids(picks, subset), confidences)
+
+    def alternatives(
+        self,
+        logits: Tensor,
+        params: Sequence[SamplingParams],
+        positions: Sequence[int],
+        picks: Tensor,
+        subset: Subset | None = None,
+    ) -> Tensor:
+        """What would be picked at N positions without `picks`, int64 `[N]`."""
+        scores = scored(logits, params, tensor_of(positions, logits.device), self._noise, subset)
+        taken = picks if subset is None else torch.searchsorted(subset.tokens, picks)
+        return to_token_ids(alternatives(scores, taken), subset)
 
 
-def packed_samplings(samplings: Sequence[Sampling]) -> bytes:
-    """How rows pick, for compiled functions: `sampling_bytes` of each, joined."""
-    return b"".join([_packed(sampling) for sampling in samplings])
+def packed_params(params: Sequence[SamplingParams]) -> bytes:
+    """How rows pick, for compiled functions."""
+    return b"".join([_packed(one.filters, one.seed, one.penalties) for one in params])
 
 
 @lru_cache(maxsize=64)
-def _packed(sampling: Sampling) -> bytes:
-    return sampling_bytes(*sampling.filters, sampling.seed, *sampling.penalties)
+def _packed(filters: tuple[float, int, float, float], seed: int, penalties: tuple[float, float, float, int]) -> bytes:
+    return sampling_bytes(*filters, seed, *penalties)
 
 
 @lru_cache(maxsize=1)
 def _agrees() -> bool:
     """Whether the compiled pick is torch's here, asked once."""
     filters = [(0.0, 0, 1.0, 0.0), (0.8, 0, 1.0, 0.0), (1.5, 40, 0.9, 0.0), (0.7, 0, 0.8, 0.1)]
-    samplings = [Sampling(*one, seed=seed) for one in filters for seed in (0, -7)]
-    logits = 3 * torch.randn(len(samplings), 999, generator=torch.Generator().manual_seed(0))
-    positions = [i << 30 for i in range(len(samplings))]
-    scores = scored(logits, samplings, torch.tensor(positions))
-    wanted, confidences = best_of(scores)
-    how = packed_samplings(samplings)
-    picks, found, others = compiled_pick(logits, how, positions, with_confidence=True, with_alternatives=True)
-    assert found is not None and others is not None
-    same = torch.equal(picks, wanted) and torch.equal(others, alternatives(scores, wanted))
-    same = same and torch.allclose(found, confidences, atol=1e-4)
+    params = [
+        SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+        for temperature, top_k, top_p, min_p in filters
+        for seed in (0, -7)
+    ]
+    logits = 3 * torch.randn(len(params), 999, generator=torch.Generator().manual_seed(0))
+    positions = [i << 30 for i in range(len(params))]
+    wanted, confidences = confidences_of(scored(logits, params, torch.tensor(positions)))
+    picks, found = compiled_pick(logits, packed_params(params), positions, with_confidence=True)
+    assert found is not None
+    same = torch.equal(picks, wanted) and torch.allclose(found, confidences, atol=1e-4)
     if not same:
         _log.warning("the compiled pick is wrong on this machine, so torch's operations pick")
     return same

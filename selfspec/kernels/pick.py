@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,23 +20,11 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from selfspec.core import SamplingParams
 from selfspec.kernels.gumbel import NoiseAhead, gumbel
 from selfspec.kernels.layout import SamplingTensors
 
-if TYPE_CHECKING:
-    from selfspec.executors.pick import Sampling
-
 LIKELIEST = 256  # tokens that top-p looks at first
-
-
-class RowSampling(NamedTuple):
-    """How a place of `SamplingTensors` picks: as `Sampling`, for logits that have their penalties."""
-
-    filters: tuple[float, int, float, float]  # temperature, top_k, top_p, min_p
-    seed: int
-
-
-Samplings = Sequence["Sampling | RowSampling"]
 
 
 class Subset(NamedTuple):
@@ -86,18 +74,18 @@ def _warpers(temperature: float, top_k: int, top_p: float, min_p: float) -> tupl
     return tuple(made)
 
 
-def filtered(logits: Tensor, sampling: Sampling | RowSampling) -> Tensor:
+def filtered(logits: Tensor, params: SamplingParams) -> Tensor:
     """Scores `[N, vocab]` whose softmax is the distribution a row samples from; the logits themselves when greedy."""
-    if sampling.filters[0] == 0:
+    if params.is_greedy:
         return logits
-    for warp in _warpers(*sampling.filters):
+    for warp in _warpers(*params.filters):
         logits = warp(None, logits)
     return logits
 
 
 def scored(
     logits: Tensor,
-    samplings: Samplings,
+    params: Sequence[SamplingParams],
     positions: Tensor,
     noise: NoiseAhead | None = None,
     subset: Subset | None = None,
@@ -106,34 +94,34 @@ def scored(
 
     Args:
         logits: fp32 `[N, vocab]`, after penalties and any logits processor.
-        samplings: how each of the N positions' rows picks.
+        params: how each of the N positions' rows picks.
         positions: int64 `[N]`, the index in its row's content of the token to be picked.
         noise: a cache of the noise.
         subset: the T tokens of logits `[N, T]` over a part of the vocabulary; their noise is the same as in the whole.
     """
-    kinds = {s.filters for s in samplings}
+    kinds = {one.filters for one in params}
     if len(kinds) == 1:
-        return _scored_alike(logits, samplings, positions, noise, subset)
+        return _scored_alike(logits, params, positions, noise, subset)
     out = torch.empty_like(logits)
     for kind in kinds:
-        members = [i for i, s in enumerate(samplings) if s.filters == kind]
+        members = [i for i, one in enumerate(params) if one.filters == kind]
         index = _sent(members, logits.device)
-        some = [samplings[i] for i in members]
+        some = [params[i] for i in members]
         out[index] = _scored_alike(logits[index], some, positions[index], noise, subset)
     return out
 
 
 def _scored_alike(
     logits: Tensor,
-    samplings: Samplings,
+    params: Sequence[SamplingParams],
     positions: Tensor,
     noise: NoiseAhead | None,
     subset: Subset | None,
 ) -> Tensor:
-    if samplings[0].filters[0] == 0:
+    if params[0].is_greedy:
         return logits
-    seeds, vocab_size = [s.seed for s in samplings], logits.shape[1] if subset is None else subset.vocab_size
-    scores = filtered(logits, samplings[0])
+    seeds, vocab_size = [one.seed for one in params], logits.shape[1] if subset is None else subset.vocab_size
+    scores = filtered(logits, params[0])
     if noise is not None:
         whole = noise(seeds, positions, vocab_size)
         return scores + (whole if subset is None else whole[:, subset.tokens])
@@ -141,7 +129,7 @@ def _scored_alike(
     return scores + gumbel(_sent(seeds, logits.device), positions, vocab_size, tokens)
 
 
-def best_of(scores: Tensor) -> tuple[Tensor, Tensor]:
+def confidences_of(scores: Tensor) -> tuple[Tensor, Tensor]:
     """Picks `[N]`, and confidences: the pick's share in the softmax of the scores `[N, vocab]`, fp32 `[N]`.
 
     Greedy, the confidence is the token's probability. Sampled, it says by how much the token won with this noise, which
@@ -161,23 +149,29 @@ def to_token_ids(picks: Tensor, subset: Subset | None) -> Tensor:
     return picks if subset is None else subset.tokens[picks]
 
 
-def sampling_tensors(samplings: Samplings, positions: Tensor) -> SamplingTensors:
+def sampling_tensors(params: Sequence[SamplingParams], positions: Tensor) -> SamplingTensors:
     """The same as tensors on the device of `positions`, in one upload."""
-    numbers = [[s.filters[0], *s.filters[2:]] for s in samplings]
+    filters = [one.filters for one in params]
+    numbers = [[temperature, top_p, min_p] for temperature, _, top_p, min_p in filters]
     floats = torch.tensor(numbers, dtype=torch.float32).view(torch.int32)
-    ints = torch.tensor([[s.seed, s.filters[1]] for s in samplings])
-    columns = torch.cat([ints, floats.long()], 1).t().contiguous()
-    columns = columns.pin_memory().to(positions.device, non_blocking=True) if positions.is_cuda else columns
-    temperature, top_p, min_p = columns[2:].int().view(torch.float32)
-    hot = [s.filters for s in samplings if s.filters[0] > 0]
-    are_filtered = any(top_k or p < 1 or least for _, top_k, p, least in hot)
-    return SamplingTensors(temperature, columns[1].int(), top_p, min_p, columns[0], positions, bool(hot), are_filtered)
+    ints = torch.tensor([[one.seed, one.filters[1]] for one in params])
+    packed = torch.cat([ints, floats.long()], 1).t().contiguous()
+    packed = packed.pin_memory().to(positions.device, non_blocking=True) if positions.is_cuda else packed
+    temperature, top_p, min_p = packed[2:].int().view(torch.float32)
+    sampled = [one for one in filters if one[0] > 0]
+    is_filtered = any(top_k or top_p < 1 or min_p for _, top_k, top_p, min_p in sampled)
+    return SamplingTensors(temperature, packed[1].int(), top_p, min_p, packed[0], positions, bool(sampled), is_filtered)
 
 
-def samplings_of(tensors: SamplingTensors) -> list[RowSampling]:
-    """The inverse of `sampling_tensors`, on the host."""
-    kinds = zip(*(one.tolist() for one in tensors[:4]), strict=True)
-    return [RowSampling(kind, seed) for kind, seed in zip(kinds, tensors.seeds.tolist(), strict=True)]
+def params_of(tensors: SamplingTensors) -> list[SamplingParams]:
+    """The inverse of `sampling_tensors`, on the host; filters of greedy places are left out."""
+    lines = zip(*(one.tolist() for one in tensors[:5]), strict=True)
+    return [
+        SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+        if temperature > 0
+        else SamplingParams(temperature=0.0, seed=seed)
+        for temperature, top_k, top_p, min_p, seed in lines
+    ]
 
 
 def num_accepted(drafted: Sequence[int], picks: Sequence[int]) -> int:

@@ -50,7 +50,7 @@ class RoundKey(NamedTuple):
     vocab: int = 0  # size of the part of the vocabulary that is drafted over; 0: all of it
 
 
-class RowRound(NamedTuple):
+class RowResult(NamedTuple):
     """The result of a round for one row."""
 
     drafted: list[int]
@@ -106,9 +106,9 @@ class RoundInputs:
         fill_pages(self.pages, self, [row.pages for row in rows])
 
 
-def read_record(record: Tensor, num_rows: int, key: RoundKey, reports_confidence: bool) -> list[RowRound]:
+def read_record(record: Tensor, num_rows: int, key: RoundKey, reports_confidence: bool) -> list[RowResult]:
     """The results of all rows, from the record on the host: `Accepted.record`, and the bits of confidences."""
-    width, results = key.width, list[RowRound]()
+    width, results = key.width, list[RowResult]()
     whole = record[:num_rows].numpy()
     bits = whole[:, 3 + 2 * width : 2 + 3 * width]
     confidences = bits.astype(np.int32).view(np.float32).tolist() if reports_confidence else None
@@ -116,7 +116,7 @@ def read_record(record: Tensor, num_rows: int, key: RoundKey, reports_confidence
         length, accepted, kept = line[:3]
         block = line[3 + width : 4 + width + accepted] if kept else []
         reported = () if confidences is None else tuple(confidences[at][:length])
-        results.append(RowRound(line[3 : 3 + length], accepted, block, kept, reported))
+        results.append(RowResult(line[3 : 3 + length], accepted, block, kept, reported))
     return results
 
 

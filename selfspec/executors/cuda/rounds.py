@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from selfspec.executors.cuda.graphs import Recorded
-from selfspec.executors.cuda.round_inputs import MAX_IN_FLIGHT, RoundInputs, RowRound, read_record
+from selfspec.executors.cuda.round_inputs import MAX_IN_FLIGHT, RoundInputs, RowResult, read_record
 
 
 class RecordedRounds:
@@ -51,7 +51,7 @@ class RecordedRounds:
             self._in_flight.append(self._made.inputs.records.send(self._made.recording.outputs[0]))
 
     @torch.inference_mode()
-    def take(self) -> list[RowRound]:
+    def take(self) -> list[RowResult]:
         """Wait for the earliest round in flight, and return its results, one per row."""
         record = self._made.inputs.records.wait(self._in_flight.popleft())
         return read_record(record, self._num_rows, self._made.inputs.key, self._reports_confidence)

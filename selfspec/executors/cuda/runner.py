@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from selfspec.control.costs import RoundLimits
-from selfspec.control.plan import UNBOUNDED_ROUNDS, Plan
+from selfspec.core import UNBOUNDED_ROUNDS, Plan
 from selfspec.executors.cuda.body_choice import Measure, choose_body
 from selfspec.executors.cuda.capture import Body, CannotCapture, Capture, CudaCapture, Recording
 from selfspec.executors.cuda.graphs import Graphs, Recorded, Storages
-from selfspec.executors.cuda.round_inputs import RoundInputs, RoundKey, RoundRow, RowRound
+from selfspec.executors.cuda.round_inputs import RoundInputs, RoundKey, RoundRow, RowResult
 from selfspec.executors.cuda.rounds import RecordedRounds
 from selfspec.executors.cuda.self_check import round_problem
 from selfspec.executors.cuda.shapes import NEW, SLOTS, TOKENS, round_up, shape_of, token_capacity
@@ -234,7 +234,7 @@ class Runner:
         with self._lock:
             return use(self.graphs.capture.record(body))
 
-    def round(self, cache: PagedCache, rows: Sequence[RoundRow], plan: Plan) -> list[RowRound] | None:
+    def round(self, cache: PagedCache, rows: Sequence[RoundRow], plan: Plan) -> list[RowResult] | None:
         """Run one round of a batch and wait for it; see `begin`."""
         rounds = self.begin(cache, rows, plan)
         if rounds is None:

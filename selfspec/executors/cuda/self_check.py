@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec.control.plan import Plan
-from selfspec.executors.cuda.round_inputs import RoundRow, RowRound
-from selfspec.kernels.pick import RowSampling, num_accepted, scored
+from selfspec.core import Plan, SamplingParams
+from selfspec.executors.cuda.round_inputs import RoundRow, RowResult
+from selfspec.kernels.pick import num_accepted, scored
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.self_check import TOLERANCE
 
@@ -114,14 +114,14 @@ def _expected(stack: Any, cache: PagedCache, row: RoundRow, prompt: list[int], e
 def _pick(stack: Any, logits: Tensor, row: RoundRow, position: int) -> tuple[Tensor, list[bool]]:
     """Picks `[N]` at positions from `position` on, and for each whether rounding cannot change it."""
     positions = position + torch.arange(len(logits), device=logits.device)
-    kind = RowSampling((row.temperature, row.top_k, row.top_p, row.min_p), row.seed)
-    scores = scored(logits, [kind] * len(logits), positions)
+    params = SamplingParams(temperature=row.temperature, seed=row.seed)
+    scores = scored(logits, [params] * len(logits), positions)
     best = scores.topk(2).values
     tolerance = TOLERANCE.get(stack.dtype, 0.2) * logits.std() / (row.temperature or 1.0)
     return scores.argmax(-1), (best[:, 0] - best[:, 1] > tolerance).tolist()
 
 
-def _agrees(done: RowRound, wanted: Expected) -> bool:
+def _agrees(done: RowResult, wanted: Expected) -> bool:
     """Whether a recorded round agrees with the eager one up to the first pick that rounding could change."""
     for token, other, is_clear in zip(done.drafted, wanted.drafted, wanted.drafts_clear, strict=False):
         if token != other:
