@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from selfspec.kernels import reference
 from selfspec.kernels.gumbel import gumbel
-from selfspec.kernels.pick import RowSampling, sampling_tensors, samplings_of
+from selfspec.kernels.pick import params_of, sampling_tensors
 from tests.kernels import samples
 
 fused_pick = pytest.importorskip("selfspec.kernels.fused_pick", reason="Triton is not installed")
@@ -45,9 +45,10 @@ def test_kernel_picks_as_torch_does(kinds, vocab, is_part, seed):
 
 
 def test_how_rows_pick_is_the_same_on_the_host_and_in_tensors():
-    rows = [RowSampling((0.5, 3, 0.25, 0.125), -7), RowSampling((0.0, 0, 1.0, 0.0), 1 << 62)]
+    rows = [samples.params(0.5, 3, 0.25, 0.125, -7), samples.params(seed=1 << 62)]
     tensors = sampling_tensors(rows, torch.tensor([4, 9]))
-    assert samplings_of(tensors) == rows and tensors.sampled and tensors.filtered
+    assert [(one.filters, one.seed) for one in params_of(tensors)] == [(one.filters, one.seed) for one in rows]
+    assert tensors.sampled and tensors.filtered
     assert not sampling_tensors(rows[1:], torch.tensor([4])).sampled
 
 
