@@ -443,10 +443,7 @@ def check_replicas(given: Drafting) -> None:
 def _check_drafters(given: Drafting) -> None:
     sources = given.sources
     if sources is not None and not set(sources) <= set(DRAFTERS):
-        from selfspec.control.registry import removed_among
-
-        gone = removed_among(sources)
-        raise Failure(f"--drafters must hold some of {','.join(DRAFTERS)}, got {given.drafters!r}{gone}")
+        raise Failure(f"--drafters must hold some of {','.join(DRAFTERS)}, got {given.drafters!r}")
     if sources is not None and set(sources) <= {"copies", "tree"}:
         raise Failure(f"--drafters {given.drafters} only says how others draft; name exit or lookup beside it")
     corpus = given.corpus

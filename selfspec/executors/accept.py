@@ -1,4 +1,4 @@
-"""Acceptance of drafts with branches, and of what can be sampled; `kernels.pick.num_accepted` is the rule of chains."""
+"""The acceptance rule for drafts with branches, and for picks that sampling cannot make."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from selfspec.model.kv_cache import Tree
 
 
 def accept_tree(tree: Tree, drafted: abc.Sequence[int], picks: abc.Sequence[int]) -> list[int]:
-    """The nodes that equal the target's picks, from node 0, the sequence's last token, on.
+    """`kernels.pick.num_accepted` for a draft with branches: the accepted nodes, from the last known token (0) on.
 
     Args:
         drafted: the tokens of nodes 1, 2, ...

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from selfspec.core import Plan, RoundOutput, RowRound, Sequence, StageSeconds
 from selfspec.drafting.early_exit import DraftRow, PackedDraft, draft_by_exit
-from selfspec.drafting.prompt_lookup import given_draft
 from selfspec.executors.accept import accept_tree, truncate_unsampleable
 from selfspec.executors.after_round import TrainingExamples, add_divergences, add_shadow_picks, give_examples
 from selfspec.executors.base import Executor, RoundDraft
@@ -99,11 +98,13 @@ class EagerExecutor(Executor):
         """The round's draft, and who picked its tokens, if a layer drafted."""
         plan, device, ends = draft.plan, self.stack.device, [row.token_ids[-1] for row in rows]
         if draft.given is not None:
-            return given_draft(ends, [one.token_ids for one in draft.given], device), None
+            return PackedDraft.given(ends, [one.token_ids for one in draft.given], device), None
         last = tensor_of(ends, device)
         if plan.exit_layer is None:
             return PackedDraft(last, last, [0] * len(rows)), None
-        plan = replace(plan, draft_bits=None)  # copies of layers are for compiled code
+        # Copies of layers are for compiled code, whose layers have no branches.
+        rule = plan.alternatives if self.stack.compiled is None else None
+        plan = replace(plan, draft_bits=None, alternatives=rule)
         starts = [
             DraftRow(row.pages, len(row.token_ids) - 1, n) for row, n in zip(rows, plan.draft_lengths, strict=True)
         ]

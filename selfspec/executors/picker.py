@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from selfspec.core import SamplingParams
-from selfspec.kernels.compiled_pick import Picks, compiled_pick, sampling_bytes
+from selfspec.kernels.compiled_call import Picks, compiled_pick, sampling_bytes
 from selfspec.kernels.gumbel import NoiseAhead
-from selfspec.kernels.pick import Subset, alternatives, confidences_of, sampling_tensors, scored, to_token_ids
+from selfspec.kernels.pick import Subset, alternatives, best_of, sampling_tensors, scored, to_token_ids
 from selfspec.kernels.suite import pick_for
 from selfspec.model.kv_cache import tensor_of
 from selfspec.model.stack import Stack
@@ -21,9 +21,9 @@ _log = logging.getLogger("selfspec")
 
 
 class Picker:
-    """Picks in one compiled call where the stack's engine is compiled, else by the device's fused kernel, or by torch.
+    """Picks in one compiled call where the stack's engine is compiled, else by torch or the device's fused kernel.
 
-    Which of them is decided when it is made: they pick the same but for rounding, which must not differ between picks
+    Which of them is settled when it is made: both pick the same but for rounding, which must not differ between those
     that are compared.
     """
 
@@ -39,17 +39,17 @@ class Picker:
         subset: Subset | None = None,
         with_confidence: bool = False,
     ) -> Picks:
-        """Picks at N positions; see `kernels.pick.scored` for the arguments, and `confidences_of` for confidences."""
+        """Picks at N positions; see `kernels.pick.scored` for the arguments, and `best_of` for confidences."""
         tokens = None if subset is None else subset.tokens
         if self.is_compiled:
             return compiled_pick(logits, packed_params(params), positions, tokens, with_confidence)
-        at, fused = tensor_of(positions, logits.device), pick_for(logits.device)
+        at, fused = tensor_of(list(positions), logits.device), pick_for(logits.device)
         if fused is not None:
             return Picks(*fused(logits, sampling_tensors(params, at), tokens))
         scores = scored(logits, params, at, self._noise, subset)
         if not with_confidence:
             return Picks(to_token_ids(scores.argmax(-1), subset))
-        picks, confidences = confidences_of(scores)
+        picks, confidences = best_of(scores)
         return Picks(to_token_ids(picks, subset), confidences)
 
     def alternatives(
@@ -61,7 +61,7 @@ class Picker:
         subset: Subset | None = None,
     ) -> Tensor:
         """What would be picked at N positions without `picks`, int64 `[N]`."""
-        scores = scored(logits, params, tensor_of(positions, logits.device), self._noise, subset)
+        scores = scored(logits, params, tensor_of(list(positions), logits.device), self._noise, subset)
         taken = picks if subset is None else torch.searchsorted(subset.tokens, picks)
         return to_token_ids(alternatives(scores, taken), subset)
 
@@ -87,7 +87,7 @@ def _agrees() -> bool:
     ]
     logits = 3 * torch.randn(len(params), 999, generator=torch.Generator().manual_seed(0))
     positions = [i << 30 for i in range(len(params))]
-    wanted, confidences = confidences_of(scored(logits, params, torch.tensor(positions)))
+    wanted, confidences = best_of(scored(logits, params, torch.tensor(positions)))
     picks, found = compiled_pick(logits, packed_params(params), positions, with_confidence=True)
     assert found is not None
     same = torch.equal(picks, wanted) and torch.allclose(found, confidences, atol=1e-4)

@@ -21,7 +21,7 @@ WIDE = 8192  # tokens per step of the search for a bound
 
 
 def pick(logits: Tensor, sampling: SamplingTensors, names: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Pick one token per place. Returns tokens, int64 `[N]`, and confidences, fp32 `[N]`; see `pick.confidences_of`.
+    """Pick one token per place. Returns tokens, int64 `[N]`, and confidences, fp32 `[N]`; see `kernels.pick.best_of`.
 
     Among equal scores the lowest token wins. A NaN logit counts as the largest, as in `torch.argmax`. Of logits
     that are equal to a filter's bound, all are kept; transformers' top-p keeps some of them.

@@ -34,7 +34,7 @@ class Layout(NamedTuple):
 
 
 class SamplingTensors(NamedTuple):
-    """How each of N places picks: the filters and seeds of `SamplingParams` as tensors."""
+    """How each of N places picks: the fields of `selfspec.core.SamplingParams` as tensors."""
 
     temperature: Tensor  # fp32 [N], 0: greedy
     top_k: Tensor  # int32 [N], 0: no limit

@@ -120,7 +120,7 @@ def _scored_alike(
 ) -> Tensor:
     if params[0].is_greedy:
         return logits
-    seeds, vocab_size = [one.seed for one in params], logits.shape[1] if subset is None else subset.vocab_size
+    seeds, vocab_size = [s.seed for s in params], logits.shape[1] if subset is None else subset.vocab_size
     scores = filtered(logits, params[0])
     if noise is not None:
         whole = noise(seeds, positions, vocab_size)
@@ -129,7 +129,7 @@ def _scored_alike(
     return scores + gumbel(_sent(seeds, logits.device), positions, vocab_size, tokens)
 
 
-def confidences_of(scores: Tensor) -> tuple[Tensor, Tensor]:
+def best_of(scores: Tensor) -> tuple[Tensor, Tensor]:
     """Picks `[N]`, and confidences: the pick's share in the softmax of the scores `[N, vocab]`, fp32 `[N]`.
 
     Greedy, the confidence is the token's probability. Sampled, it says by how much the token won with this noise, which
@@ -151,25 +151,24 @@ def to_token_ids(picks: Tensor, subset: Subset | None) -> Tensor:
 
 def sampling_tensors(params: Sequence[SamplingParams], positions: Tensor) -> SamplingTensors:
     """The same as tensors on the device of `positions`, in one upload."""
-    filters = [one.filters for one in params]
-    numbers = [[temperature, top_p, min_p] for temperature, _, top_p, min_p in filters]
+    numbers = [[s.filters[0], *s.filters[2:]] for s in params]
     floats = torch.tensor(numbers, dtype=torch.float32).view(torch.int32)
-    ints = torch.tensor([[one.seed, one.filters[1]] for one in params])
-    packed = torch.cat([ints, floats.long()], 1).t().contiguous()
-    packed = packed.pin_memory().to(positions.device, non_blocking=True) if positions.is_cuda else packed
-    temperature, top_p, min_p = packed[2:].int().view(torch.float32)
-    sampled = [one for one in filters if one[0] > 0]
-    is_filtered = any(top_k or top_p < 1 or min_p for _, top_k, top_p, min_p in sampled)
-    return SamplingTensors(temperature, packed[1].int(), top_p, min_p, packed[0], positions, bool(sampled), is_filtered)
+    ints = torch.tensor([[s.seed, s.filters[1]] for s in params])
+    columns = torch.cat([ints, floats.long()], 1).t().contiguous()
+    columns = columns.pin_memory().to(positions.device, non_blocking=True) if positions.is_cuda else columns
+    temperature, top_p, min_p = columns[2:].int().view(torch.float32)
+    hot = [s.filters for s in params if s.filters[0] > 0]
+    are_filtered = any(top_k or p < 1 or least for _, top_k, p, least in hot)
+    return SamplingTensors(temperature, columns[1].int(), top_p, min_p, columns[0], positions, bool(hot), are_filtered)
 
 
 def params_of(tensors: SamplingTensors) -> list[SamplingParams]:
-    """The inverse of `sampling_tensors`, on the host; filters of greedy places are left out."""
+    """The inverse of `sampling_tensors`, on the host. Filters of greedy places and of empty slots are left out."""
     lines = zip(*(one.tolist() for one in tensors[:5]), strict=True)
     return [
         SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
         if temperature > 0
-        else SamplingParams(temperature=0.0, seed=seed)
+        else SamplingParams(seed=seed)
         for temperature, top_k, top_p, min_p, seed in lines
     ]
 

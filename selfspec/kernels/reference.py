@@ -32,7 +32,7 @@ from selfspec.kernels.layout import (
     Norm,
     SamplingTensors,
 )
-from selfspec.kernels.pick import Subset, confidences_of, num_accepted, params_of, scored, to_token_ids
+from selfspec.kernels.pick import Subset, best_of, num_accepted, params_of, scored, to_token_ids
 
 
 def scatter(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -102,7 +102,7 @@ def pick(logits: Tensor, sampling: SamplingTensors, names: Tensor | None = None)
     """The reference of `selfspec.kernels.fused_pick.pick`. It reads how rows pick on the host."""
     check_pick(logits, sampling, names)
     subset = None if names is None else Subset(names, len(names))
-    picks, confidences = confidences_of(scored(logits, params_of(sampling), sampling.positions, None, subset))
+    picks, confidences = best_of(scored(logits, params_of(sampling), sampling.positions, None, subset))
     return to_token_ids(picks, subset), confidences
 
 

@@ -152,9 +152,9 @@ class Target:
             if heads.weights and heads.weights != weights_of(stack):
                 _log.warning("these exit heads were trained for other weights; drafts may be worse, output is the same")
         self._exit_heads = heads
-        self._exact: Stack | None = None  # it would have the earlier ones
         # the caller's may serve other targets, of other devices and dtypes
         stack.exit_heads = None if heads is None else copy.deepcopy(heads).to(stack.device, stack.dtype)
+        self._exact: Stack | None = None  # it would have the earlier exit heads
         self.policies = PolicyStore(stack)
         """What rounds cost here, and how often its layers are right; forgotten with the exit heads."""
 

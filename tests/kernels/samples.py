@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec.core import SamplingParams
 from selfspec.kernels.layout import Layout, SamplingTensors
 
 
@@ -89,13 +88,6 @@ def layout_of(
         max(1, *(new for _, new in rows)), max(1, *(old + new for old, new in rows)),
     )  # fmt: skip
     return layout, sum(need) + 2
-
-
-def params(
-    temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0
-) -> SamplingParams:
-    """How a row picks."""
-    return SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
 
 
 def sampling(kinds: Sequence[tuple[float, int, float, float]], seed: int, device: torch.device | str = "cpu") -> Any:

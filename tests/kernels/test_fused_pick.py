@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from selfspec.core import SamplingParams
 from selfspec.kernels import reference
 from selfspec.kernels.gumbel import gumbel
 from selfspec.kernels.pick import params_of, sampling_tensors
@@ -45,11 +46,16 @@ def test_kernel_picks_as_torch_does(kinds, vocab, is_part, seed):
 
 
 def test_how_rows_pick_is_the_same_on_the_host_and_in_tensors():
-    rows = [samples.params(0.5, 3, 0.25, 0.125, -7), samples.params(seed=1 << 62)]
+    rows = [
+        SamplingParams(temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, seed=-7),
+        SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=1 << 62),
+    ]
     tensors = sampling_tensors(rows, torch.tensor([4, 9]))
     assert [(one.filters, one.seed) for one in params_of(tensors)] == [(one.filters, one.seed) for one in rows]
     assert tensors.sampled and tensors.filtered
     assert not sampling_tensors(rows[1:], torch.tensor([4])).sampled
+    empty = tensors._replace(**{name: 0 * getattr(tensors, name) for name in tensors._fields[:6]})
+    assert all(one.is_greedy for one in params_of(empty)), "slots without a row are all zeros"
 
 
 def test_a_vocabulary_of_several_blocks():

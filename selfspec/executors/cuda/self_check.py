@@ -114,7 +114,8 @@ def _expected(stack: Any, cache: PagedCache, row: RoundRow, prompt: list[int], e
 def _pick(stack: Any, logits: Tensor, row: RoundRow, position: int) -> tuple[Tensor, list[bool]]:
     """Picks `[N]` at positions from `position` on, and for each whether rounding cannot change it."""
     positions = position + torch.arange(len(logits), device=logits.device)
-    params = SamplingParams(temperature=row.temperature, seed=row.seed)
+    filters = {"temperature": row.temperature, "top_k": row.top_k, "top_p": row.top_p, "min_p": row.min_p}
+    params = SamplingParams(**filters, seed=row.seed)  # type: ignore[arg-type]
     scores = scored(logits, [params] * len(logits), positions)
     best = scores.topk(2).values
     tolerance = TOLERANCE.get(stack.dtype, 0.2) * logits.std() / (row.temperature or 1.0)
