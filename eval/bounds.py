@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.traces import Bools, Trace
+from eval.traces import Bools, Trace, num_right
 from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.round_costs import deepest_copy
 from selfspec.core import DRAFTERS, LOOKUP
-from selfspec.drafting.prompt_lookup import Lookup, num_right
+from selfspec.drafting.lookup import TextLookup
 
 THRESHOLDS = (0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)  # minimum confidences of static settings
 MAX_DRAFTED = 18  # longest draft of a static setting
@@ -195,7 +195,7 @@ def clairvoyant(trace: Trace, costs: CostGrid, drafters: Sequence[str] = DRAFTER
 def _by_lookup(trace: Trace, longest: int) -> Ints:
     """The number of accepted tokens of a lookup draft of `longest` tokens at each position; -1: there is no match."""
     content = list(trace.prompt)
-    lookup, out = Lookup(content), np.empty(len(trace.tokens), np.int64)
+    lookup, out = TextLookup(content), np.empty(len(trace.tokens), np.int64)
     for i, token in enumerate(trace.tokens):
         guess = lookup.draft(longest)
         out[i] = num_right(guess.token_ids, trace.tokens[i:]) if guess.match_length else -1

@@ -15,13 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eval.traces import WRONG_STEPS, Bools, Floats, Trace
+from eval.traces import WRONG_STEPS, Bools, Floats, Trace, num_right
 from selfspec.control.acceptance import is_prior
 from selfspec.control.plan import SEED_POSITIONS
 from selfspec.control.round_costs import deepest_copy
 from selfspec.core import SamplingParams
 from selfspec.drafting.early_exit import DraftRow, draft_by_exit
-from selfspec.drafting.prompt_lookup import num_right
 from selfspec.executors.cpu.body import CompiledBody
 from selfspec.executors.cpu.buffers import Drafter, ProgramLimits, StopRule
 from selfspec.executors.cpu.rounds import CompiledRounds

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from selfspec.control.plan import OWN_TEXT, confidence_bin
 from selfspec.core import Draft, Plan, RowRound, Sequence
-from selfspec.drafting.prompt_lookup import num_right
 
 VERSION = 6  # of the file format
 WRONG_STEPS = 17  # tokens recorded after a wrong one; 1 + WRONG_STEPS is the longest draft of any policy
@@ -131,6 +130,12 @@ def _trace(arrays: Any, i: int) -> Trace:
     ):
         raise ValueError(f"the arrays of output {i} have inconsistent shapes")
     return Trace(**given)
+
+
+def num_right(drafted: abc.Sequence[int], tokens: abc.Sequence[int]) -> int:
+    """How many of the drafted tokens are accepted where the output goes on with `tokens`."""
+    pairs = zip(drafted, tokens, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(drafted), len(tokens)))
 
 
 def draft(sequence: Sequence, trace: Trace, at: int, plan: Plan, length: int) -> RowRound:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # for annotations alone
     from selfspec.decoding.stats import SpecStats
     from selfspec.decoding.stopping import Stopper, TextDelta
     from selfspec.drafting.datastore import Datastore
-    from selfspec.drafting.row_lookup import RowLookup
+    from selfspec.drafting.lookup import RowLookup
     from selfspec.executors.logprobs import TokenLogprobs
     from selfspec.learn import Learner
 

@@ -20,7 +20,7 @@ from selfspec.control.acceptance import Tracker
 from selfspec.control.costs import Costs
 from selfspec.control.registry import POLICIES
 from selfspec.core import Request, Sequence
-from selfspec.drafting.row_lookup import RowLookup
+from selfspec.drafting.lookup import RowLookup
 from tests.eval.models import save_model
 from tests.eval.replays import made_up_costs, random_trace
 
