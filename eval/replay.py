@@ -20,7 +20,7 @@ from selfspec.control.costs import Costs
 from selfspec.control.plan import SEED_POSITIONS, Policy
 from selfspec.control.registry import POLICIES, make_policy
 from selfspec.core import Plan, Request, RoundOutput, RowRound, SamplingParams, Sequence, ShadowPicks, StageSeconds
-from selfspec.decoding.checked import CheckedPolicy
+from selfspec.decoding.checks import CheckedPolicy
 from selfspec.drafting.lookup import RowLookup
 from selfspec.executors.base import RoundDraft, next_draft
 from selfspec.executors.prefill import shares

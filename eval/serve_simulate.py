@@ -22,7 +22,7 @@ from eval.traces import Trace, load
 from selfspec.control.costs import Costs
 from selfspec.control.plan import Policy
 from selfspec.core import LOOKUP
-from selfspec.decoding.checked import CheckedPolicy
+from selfspec.decoding.checks import CheckedPolicy
 from selfspec.decoding.engine import STREAM_SECONDS
 
 if TYPE_CHECKING:
