@@ -12,11 +12,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.traces import Bools, Trace, num_right
+from eval.traces import Bools, Trace
 from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.round_costs import deepest_copy
 from selfspec.core import DRAFTERS, LOOKUP
 from selfspec.drafting.lookup import TextLookup
+from selfspec.kernels.pick import num_accepted
 
 THRESHOLDS = (0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)  # minimum confidences of static settings
 MAX_DRAFTED = 18  # longest draft of a static setting
@@ -198,6 +199,6 @@ def _by_lookup(trace: Trace, longest: int) -> Ints:
     lookup, out = TextLookup(content), np.empty(len(trace.tokens), np.int64)
     for i, token in enumerate(trace.tokens):
         guess = lookup.draft(longest)
-        out[i] = num_right(guess.token_ids, trace.tokens[i:]) if guess.match_length else -1
+        out[i] = num_accepted(guess.token_ids, trace.tokens[i:]) if guess.match_length else -1
         content.append(token)
     return out

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eval.traces import WRONG_STEPS, Bools, Floats, Trace, num_right
+from eval.traces import WRONG_STEPS, Bools, Floats, Trace
 from selfspec.control.acceptance import is_prior
 from selfspec.control.plan import SEED_POSITIONS
 from selfspec.control.round_costs import deepest_copy
@@ -23,9 +23,10 @@ from selfspec.core import SamplingParams
 from selfspec.drafting.early_exit import DraftRow, draft_by_exit
 from selfspec.executors.cpu.body import CompiledBody
 from selfspec.executors.cpu.buffers import Drafter, ProgramLimits, StopRule
-from selfspec.executors.cpu.rounds import CompiledRounds
+from selfspec.executors.cpu.executor import CompiledRounds
 from selfspec.executors.picker import Picker, packed_params
 from selfspec.executors.shadow import shadow_picks
+from selfspec.kernels.pick import num_accepted
 from selfspec.loading.target import Target
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.stack import Stack
@@ -124,7 +125,7 @@ class _Recorder:
             lengths, limits = [row.length for row in rows], ProgramLimits(1, 0.0, [()] * len(rows))
             [done] = rounds.run(self.cache, spans, last, packed, lengths, drafter, limits)
             for i, row in zip(members, done.rows, strict=True):
-                accepted[i] = num_right(row.drafted, self.tokens[i:])
+                accepted[i] = num_accepted(row.drafted, self.tokens[i:])
                 confidences[i, : len(row.confidences)] = row.confidences
             self.cache.release(owned)
         return accepted, confidences

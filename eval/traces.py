@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from selfspec.control.plan import OWN_TEXT, confidence_bin
 from selfspec.core import Draft, Plan, RowRound, Sequence
+from selfspec.kernels.pick import num_accepted
 
 VERSION = 6  # of the file format
 WRONG_STEPS = 17  # tokens recorded after a wrong one; 1 + WRONG_STEPS is the longest draft of any policy
@@ -132,12 +133,6 @@ def _trace(arrays: Any, i: int) -> Trace:
     return Trace(**given)
 
 
-def num_right(drafted: abc.Sequence[int], tokens: abc.Sequence[int]) -> int:
-    """How many of the drafted tokens are accepted where the output goes on with `tokens`."""
-    pairs = zip(drafted, tokens, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(drafted), len(tokens)))
-
-
 def draft(sequence: Sequence, trace: Trace, at: int, plan: Plan, length: int) -> RowRound:
     """What a plan's draft of `length` tokens gives a sequence at output position `at`.
 
@@ -199,7 +194,7 @@ def draft_lengths(places: abc.Sequence[tuple[Trace, int]], plan: Plan) -> list[i
 
 def lookup_round(sequence: Sequence, trace: Trace, at: int, given: Draft) -> RowRound:
     """What a draft by lookup gives a sequence at output position `at`."""
-    made = _row_round(sequence, trace, at, len(given.token_ids), num_right(given.token_ids, trace.tokens[at:]))
+    made = _row_round(sequence, trace, at, len(given.token_ids), num_accepted(given.token_ids, trace.tokens[at:]))
     made.match_length, made.source = (given.match_length, given.source) if given.token_ids else (0, OWN_TEXT)
     return made
 

@@ -56,7 +56,7 @@ class Reserved(NamedTuple):
     num_cached: int  # first tokens of its prompt that have keys and values: never all of them
 
 
-def bytes_of(tokens: Sequence[int]) -> bytes:
+def bytes_of(tokens: abc.Sequence[int]) -> bytes:
     """Tokens as they are in a key."""
     return array(TYPE, tokens).tobytes()
 
