@@ -22,12 +22,11 @@ from selfspec.kernels import compiled_call as c
 from selfspec.kernels import compiler
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span, Tree
 from selfspec.model.stack import Stack
-from tests.helpers import Schedule, audit_cache, decode, generate, make_prompts
+from tests.helpers import Schedule, decode, generate, make_prompts
 from tests.models import build, rounded, tiny
 from tests.target import Target, load
 
 RAGGED = (12, 7, 1, 20)
-LLAMAS = ["llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma3_text"]
 
 # Heads of a whole vector, of none, and all of them wider than the model; one shared key head and one each; biases;
 # widths beyond one panel; norms after attention and MLP
@@ -63,15 +62,6 @@ def test_layers_of_any_size_equal_the_models_own(name, halves):
     stack, error = compiled(halves=halves, **SHAPES[name])
     assert stack.engine == "compiled"
     assert error < 1e-4
-
-
-@pytest.mark.parametrize("halves", [False, True])
-@pytest.mark.parametrize("family", LLAMAS)
-def test_the_compiled_engine_decodes_the_tokens_of_generate(family, halves):
-    model = build(family)
-    target, prompts = Target(rounded(model) if halves else model, engine="compiled"), make_prompts(RAGGED, seed=1)
-    done = decode(target, prompts, Schedule(0, 4), lambda e: audit_cache(e, target.model), max_new_tokens=12)
-    assert [c.tokens for c in done] == [generate(target.model, prompt, 12) for prompt in prompts]
 
 
 def test_exact_mode_needs_no_second_body_here():
@@ -201,8 +191,7 @@ def test_edited_weights_are_honoured(edit):
     assert [c.tokens for c in second] != [c.tokens for c in first]
 
 
-@pytest.mark.parametrize("halves", [False, True])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("name", "halves"), [("wide", True), ("gemma", False)])
 def test_several_threads_compute_the_same_bits(name, halves):
     """Of long calls, which threads share, of short ones, which each makes ready alone, and of trees in a batch."""
     stack, outputs = compiled(halves=halves, **SHAPES[name])[0], []
@@ -234,12 +223,6 @@ def test_engines_are_named_and_chosen():
         Target(build("llama").double(), engine="compiled")
     with pytest.raises(ValueError, match=r"^engine 'compiled' serves Llama-shaped models .*, got gemma2 in float32"):
         Target(build("gemma2"), engine="compiled")
-
-
-@pytest.mark.parametrize("load", [load, Target])
-def test_the_engine_that_was_removed_is_refused_with_what_to_use(load):
-    with pytest.raises(ValueError, match=r"^engine 'fused' was removed: choose auto, .*, or views$"):
-        load(build("llama"), engine="fused")
 
 
 def test_a_body_that_disagrees_with_the_model_is_never_used(monkeypatch):
@@ -279,8 +262,18 @@ def test_no_plan_changes_a_bit_of_a_model_in_bfloat16():
         assert all(torch.equal(a, b) for a, b in zip(one.logits, alone.logits, strict=True))
 
 
-@pytest.mark.parametrize("part", ["embedding", "head", "head bias", "norm", "layer norm", "layer bias", "layer"])
-@pytest.mark.parametrize("way", ["in place", "data"])
+@pytest.mark.parametrize(
+    ("part", "way"),
+    [
+        ("embedding", "in place"),
+        ("head", "data"),
+        ("head bias", "in place"),
+        ("norm", "data"),
+        ("layer norm", "in place"),
+        ("layer bias", "data"),
+        ("layer", "in place"),
+    ],
+)
 def test_edits_of_a_model_in_bfloat16_are_honoured(part, way):
     model, [prompt] = build("llama", attention_bias=True), make_prompts([9])
     model.lm_head = torch.nn.Linear(model.lm_head.in_features, 95)  # of an odd number of halves
@@ -303,8 +296,15 @@ def test_edits_of_a_model_in_bfloat16_are_honoured(part, way):
     assert not torch.equal(before.logits[0], after.logits[0])
 
 
-@pytest.mark.parametrize("part", ["norm", "input_layernorm", "post_feedforward_layernorm", "self_attn.k_norm"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("part", "dtype"),
+    [
+        ("norm", torch.bfloat16),
+        ("input_layernorm", torch.float32),
+        ("post_feedforward_layernorm", torch.bfloat16),
+        ("self_attn.k_norm", torch.float32),
+    ],
+)
 def test_edits_of_norms_that_multiply_by_one_more_are_honoured(part, dtype):
     model, [prompt] = build("gemma3_text").to(dtype), make_prompts([9])
     target = Target(model, engine="compiled")
@@ -319,9 +319,8 @@ def test_edits_of_norms_that_multiply_by_one_more_are_honoured(part, dtype):
     assert not torch.equal(before.logits[0], after.logits[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_layer_with_a_forward_of_its_own_is_left_to_the_views(dtype):
-    model = build("llama").to(dtype)
+def test_a_layer_with_a_forward_of_its_own_is_left_to_the_views():
+    model = build("llama")
     mlp = model.model.layers[1].mlp
     mlp.forward = lambda x: 1.05 * type(mlp).forward(mlp, x)
     assert Target(model).engine == "views"

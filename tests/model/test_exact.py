@@ -15,7 +15,7 @@ from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.stack import Stack
 from tests.models import FAMILIES, build
-from tests.slow import of_each_kind
+from tests.slow import slow
 from tests.target import Target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -28,22 +28,21 @@ def stacks(family, dtype, rows=8, wide=16):
     return source, ExactStack(source, rows, wide)
 
 
-@pytest.mark.parametrize("family", of_each_kind(FAMILIES))
+@pytest.mark.parametrize("family", [family if family in ("llama", "gpt2") else slow(family) for family in FAMILIES])
 def test_every_family_is_exact(family):
     stacks(family, "bfloat16")  # checks itself when it is made, and is refused where it is not
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "wide"), [(1, 1), (4, 64), (64, 128)])
+@pytest.mark.parametrize(("dtype", "rows", "wide"), [("float32", 1, 1), ("bfloat16", 4, 64)])
 def test_any_sizes_of_blocks_are_exact(dtype, rows, wide):
     assert difference(stacks("qwen3", dtype, rows, wide)[1]) == ""
 
 
 def test_the_ordinary_mode_is_not_exact_and_the_check_sees_it():
-    assert all(difference(stacks(family, "float32")[0]) for family in ("llama", "qwen3", "gemma2"))
+    assert difference(stacks("llama", "float32")[0])
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_moe", "gemma2", "gpt_oss", "llama4_text", "gpt2"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_it_is_the_same_model_up_to_rounding(family):
     source, made = stacks(family, "float32")
     lengths, tokens = (21, 3, 9), torch.arange(33) % 90 + 3

@@ -68,7 +68,7 @@ def test_products_are_those_of_rounded_numbers_and_a_rows_bits_its_own(outputs, 
     assert torch.equal(got, torch.cat([multiply(packed, row) for row in x.split(1)]))
 
 
-@pytest.mark.parametrize("rows", [1, 3, 9])
+@pytest.mark.parametrize("rows", [1, 9])
 def test_products_too_large_for_a_cores_cache_are_those_of_rounded_numbers_too(rows):
     [part] = parts = weights((5000, 250))  # more than 512 KiB in 4 bits: prefetched
     x = torch.randn(rows, 250, generator=torch.Generator().manual_seed(3))
@@ -78,34 +78,17 @@ def test_products_too_large_for_a_cores_cache_are_those_of_rounded_numbers_too(r
     assert torch.equal(got, torch.cat([multiply(one, x) for one in few], 1))
 
 
-def test_products_are_near_the_real_ones():
-    [part] = parts = weights((96, 256), biased=True)
-    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(2))
-    got, wanted = multiply(PackedInt4(parts, LargePageAllocator()), x), x @ part.weight.T + part.bias
-    assert torch.nn.functional.cosine_similarity(got.flatten(), wanted.flatten(), 0) > 0.99
-
-
 def test_less_memory_than_a_sixth_of_the_weights():
     [part] = parts = weights((512, 256))
     assert PackedInt4(parts, LargePageAllocator()).num_bytes < part.weight.nbytes / 6
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3_text"])
-@pytest.mark.parametrize("engine", ["compiled", "views"])
+@pytest.mark.parametrize(("family", "engine"), [("qwen3", "compiled"), ("gemma3_text", "compiled"), ("llama", "views")])
 def test_output_is_that_of_generate(family, engine):
     target, prompts = Target(build(family), engine=engine), make_prompts(RAGGED)
     done = target.generate(prompts, policy=Fixed(2, 4, draft_bits=4), max_new_tokens=24)
     assert [c.tokens for c in done] == [generate(target.model, prompt, 24) for prompt in prompts]
     assert sum(c.stats.num_accepted_draft_tokens for c in done) > 0
-
-
-@pytest.mark.parametrize("options", [{"temperature": 0.9, "seed": 5}, {"temperature": 0.7, "top_k": 9, "seed": 1}])
-def test_sampled_output_is_that_of_plain_decoding(options):
-    target, prompts = Target(build("llama"), engine="compiled"), make_prompts(RAGGED)
-    plain = target.generate(prompts, policy="plain", max_new_tokens=20, **options)
-    drafted = target.generate(prompts, policy=Fixed(3, 4, 0.2, draft_bits=4), max_new_tokens=20, **options)
-    assert [c.tokens for c in drafted] == [c.tokens for c in plain]
-    assert sum(c.stats.num_accepted_draft_tokens for c in drafted) > 0
 
 
 class Drawn(Policy):
