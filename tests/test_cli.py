@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -11,6 +12,7 @@ from typing import get_args
 import pytest
 
 import selfspec
+from selfspec.cli import compare
 from selfspec.cli.options import DRAFTERS, PolicyName
 from selfspec.cli.screen import Screen
 from selfspec.control.plan import DRAFTS
@@ -38,6 +40,13 @@ def target(model_folder):
     return load(model_folder)
 
 
+@pytest.fixture(autouse=True)
+def two_pairs(monkeypatch):
+    """Comparisons time two pairs of runs, however fast the machine is."""
+    monkeypatch.setattr(compare, "PAIRS", (2, 2))
+    monkeypatch.setattr(compare, "ENOUGH_SECONDS", math.inf)
+
+
 def test_version_is_the_package_s(run):
     assert run("--version") == (0, f"selfspec {selfspec.__version__}\n", "")
 
@@ -55,13 +64,12 @@ def test_streamed_and_whole_text_are_the_same(generate, target, stream):
     assert done == (0, expected.text + "\n", "")
 
 
-@pytest.mark.parametrize("exit_layer", [1, 2])
-def test_exit_heads_change_no_token(generate, target, tmp_path, exit_layer):
+def test_exit_heads_change_no_token(generate, target, tmp_path):
     heads = ExitHeads([1, 2], 32, 4).requires_grad_(False)
     heads.heads["2"].down.normal_()
     heads.save(tmp_path)
     [expected] = target.generate("abc", max_new_tokens=40)
-    done = generate("abc", "--max-tokens", 40, "--exit-layer", exit_layer, "--exit-heads", tmp_path)
+    done = generate("abc", "--max-tokens", 40, "--exit-layer", 2, "--exit-heads", tmp_path)
     assert done == (0, expected.text + "\n", "")
 
 
@@ -84,24 +92,16 @@ def test_json_is_one_document(generate, target):
     assert document["seconds_by_stage"].keys() == stages
 
 
-def test_no_policy_changes_the_text(generate):
-    plain = generate("abc", "--policy", "plain")
-    assert plain.code == 0
-    length = "--num-speculative-tokens"
-    assert plain == generate("abc", "--exit-layer", 2, length, 6) == generate("abc", length, 0)
-
-
 def test_the_policies_are_those_of_the_library():
     assert get_args(PolicyName) == tuple(POLICIES) and DRAFTERS == DRAFTS
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_writes_the_text_of_plain_decoding(generate, policy):
-    call = ("abc", "--max-tokens", 20, "--json")
-    done, plain = (json.loads(generate(*call, "--policy", name).out) for name in (policy, "plain"))
-    assert (done["policy"], done["tokens"]) == (policy, plain["tokens"])
+def test_every_policy_writes_the_text_of_plain_decoding(generate, target, policy):
+    done = json.loads(generate("abc", "--max-tokens", 20, "--json", "--policy", policy).out)
+    [plain] = target.generate("abc", max_new_tokens=20, policy="plain")
+    assert (done["policy"], done["tokens"]) == (policy, plain.tokens)
     assert sum(done["plans"].values()) == done["stats"]["num_spec_steps"] + done["stats"]["num_plain_steps"]
-    assert plain["plans"] == {"plain": 20}
 
 
 @pytest.mark.parametrize(
@@ -138,18 +138,8 @@ def test_every_run_of_a_comparison_knows_what_the_first_one_knew(generate, monke
     monkeypatch.setattr(Target, "rounds", watched)
     monkeypatch.setattr(Target, "save_prior", lambda target: saved.append(target.prior))
     assert generate("abc", "--compare", "--max-tokens", 12).code == 0
-    assert len(known) >= 4 and all(prior == known[0] for prior in known)
+    assert len(known) == 4 and all(prior == known[0] for prior in known)
     assert len(saved) == 1 and saved[0] != known[0]
-
-
-def test_plain_decoding_has_nothing_to_save(generate, monkeypatch):
-    monkeypatch.setattr(Target, "save_prior", lambda target: pytest.fail("saved"))
-    assert generate("abc", "--policy", "plain", "--max-tokens", 4).code == 0
-
-
-def test_what_a_run_has_seen_is_kept_for_the_next(generate, model_folder):
-    generate("abc", "--max-tokens", 30)
-    assert load(model_folder).prior is not None
 
 
 def test_compare_times_both_and_finds_the_same_tokens(generate):
@@ -157,7 +147,7 @@ def test_compare_times_both_and_finds_the_same_tokens(generate):
     comparison = json.loads(done.out)["compare"]
     assert comparison["tokens_identical"] is True
     assert comparison["first_difference"] is None
-    assert len(comparison["plain_seconds"]) == len(comparison["drafted_seconds"]) >= 2
+    assert len(comparison["plain_seconds"]) == len(comparison["drafted_seconds"]) == 2
     assert comparison["speedup"] > 0
     assert len(comparison["generate_seconds"]) == 2
     assert comparison["generate_first_difference"] is None
@@ -170,18 +160,15 @@ def test_compare_times_both_and_finds_the_same_tokens(generate):
         ("--temperature", 1),
         ("--stop", "zz"),
         ("--presence-penalty", 1),
-        ("--frequency-penalty", 1),
         ("--ignore-generation-config",),
-        ("--num-speculative-tokens", 2),
-        ("--repetition-penalty", 1.5),
-        ("--no-repeat-ngram-size", 2),
+        ("--repetition-penalty", 1.5, "--no-repeat-ngram-size", 2),
     ],
 )
 def test_generate_is_compared_only_where_it_is_asked_the_same(generate, options):
     done = generate("abc", "--compare", "--json", "--max-tokens", 20, *options)
     comparison = json.loads(done.out)["compare"]
     assert comparison["tokens_identical"] is True
-    alike = options[0] in ("--num-speculative-tokens", "--repetition-penalty", "--no-repeat-ngram-size")
+    alike = options[0] == "--repetition-penalty"
     assert comparison["generate_first_difference"] is None
     assert (comparison["generate_speedup"] is not None) == (len(comparison["generate_seconds"]) > 0) == alike
 
@@ -314,17 +301,14 @@ def test_drafts_are_coloured_on_a_terminal(generate, monkeypatch):
     assert "\x1b[" not in plain
 
 
-@pytest.mark.parametrize(("variables", "coloured"), [({"FORCE_COLOR": "1"}, True), ({}, False)])
-@pytest.mark.parametrize("no_colour", [True, False])
-def test_colours_follow_the_environment(generate, monkeypatch, variables, coloured, no_colour):
-    call = ("abc", "--show-drafts", "--max-tokens", 8)
-    generate(*call)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    if no_colour:
-        monkeypatch.setenv("NO_COLOR", "1")
-    done = generate(*call)
-    assert ("\x1b[" in done.out) == ("\x1b[" in done.err) == (coloured and not no_colour)
+@pytest.mark.parametrize(
+    ("variables", "is_coloured"), [((), False), (("FORCE_COLOR",), True), (("FORCE_COLOR", "NO_COLOR"), False)]
+)
+def test_colours_follow_the_environment(generate, monkeypatch, variables, is_coloured):
+    for name in variables:
+        monkeypatch.setenv(name, "1")
+    done = generate("abc", "--show-drafts", "--max-tokens", 8)
+    assert ("\x1b[" in done.out) == ("\x1b[" in done.err) == is_coloured
 
 
 @pytest.mark.parametrize(
@@ -357,7 +341,7 @@ def test_drafts_by_lookup_are_shown_and_counted_as_such(generate):
     assert '"plans": {"lookup":' in generate("abcabcabc", "--policy", "pld", "--json", "--max-tokens", 12).out
 
 
-@pytest.mark.parametrize("drafts", ["exit", "lookup", "exit,lookup", "lookup, exit", "exit,tree", "lookup,tree,exit"])
+@pytest.mark.parametrize("drafts", ["exit", "lookup, exit", "lookup,tree"])
 def test_where_drafts_come_from_changes_no_text(generate, drafts):
     done = generate("abcabcabc", "--drafters", drafts, "--show-plan", "--max-tokens", 30)
     assert done.out == generate("abcabcabc", "--policy", "plain", "--max-tokens", 30).out
@@ -411,6 +395,7 @@ def test_inspect_says_why_a_model_cannot_draft(run, tmp_path):
     assert (report["family"], report["layers"], report["self_check"]) == ("mamba", 2, False)
     assert "rolled back" in report["reason"]
     assert "does not pass" in run("inspect", tmp_path).out
+    assert_refused(run("generate", "abc", "--model", tmp_path), 1, "mamba", "rolled back")
 
 
 def test_the_models_generation_config_is_applied_and_said_unless_told_otherwise(run, model_folder, tmp_path):
@@ -431,15 +416,6 @@ def test_the_models_generation_config_is_applied_and_said_unless_told_otherwise(
     assert run("generate", "--model", folder, "abc", "--ignore-generation-config") == (0, neutral.text + "\n", "")
 
 
-def test_lines_of_a_file_name_lengths_of_their_own_beside_the_models(run, model_folder, tmp_path):
-    folder = shutil.copytree(model_folder, tmp_path / "model")
-    stored = json.loads((folder / "generation_config.json").read_text()) | {"max_new_tokens": 11}
-    (folder / "generation_config.json").write_text(json.dumps(stored))
-    lines = b'{"prompt": "abc", "max_new_tokens": 3}\n{"prompt": "xyz"}\n'
-    done = run("generate", "--model", folder, "--prompts", "-", stdin=lines)
-    assert [len(json.loads(line)["tokens"]) for line in done.out.splitlines()] == [3, 11]
-
-
 def test_what_a_generation_config_asks_for_in_vain_is_one_sentence(run, model_folder, tmp_path):
     folder = shutil.copytree(model_folder, tmp_path / "model")
     stored = json.loads((folder / "generation_config.json").read_text()) | {"num_beams": 4}
@@ -452,7 +428,7 @@ def test_a_chat_model_brings_no_notice_where_the_command_line_says_how(run, chat
     assert run("generate", "--model", chat_folder, "abc", "--max-tokens", 4, *chat).err == ""
 
 
-# ------------------------------------------------------------------------------------------ several, and older names
+# ----------------------------------------------------------------------------------------------- several completions
 
 
 def test_several_completions_of_a_prompt_are_lines_with_seeds_that_count_up(generate, target):
@@ -471,26 +447,6 @@ def test_several_completions_of_a_prompt_are_lines_with_seeds_that_count_up(gene
 def test_several_greedy_outputs_are_refused(generate):
     done = generate("abc", "--n", 2)
     assert (done.code, done.out) == (2, "") and "--n must be 1 with greedy decoding" in done.err
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (("--max-new-tokens", 6), ("--max-tokens", 6)),
-        (("--num-draft-tokens", 3, "--exit-layer", 2), ("--num-speculative-tokens", 3, "--exit-layer", 2)),
-        (("--drafts", "lookup,tree", "--max-tokens", 9), ("--drafters", "lookup,tree", "--max-tokens", 9)),
-        (("--engine", "views"), ("--backend", "views")),
-    ],
-    ids=str,
-)
-def test_options_may_be_called_as_before_until_0_3(generate, old, new):
-    def found(*options):
-        document = json.loads(generate("abcabc", "--json", *options).out)
-        return document["tokens"], document["policy"], document["engine"]
-
-    assert found(*old) == found(*new) != found()
-    if old[0] != "--engine":  # whose choices typer refuses by the name that was given
-        assert generate("abc", old[0], "-1").err == generate("abc", new[0], "-1").err != ""
 
 
 def test_a_run_goes_on_with_what_earlier_programs_learned(generate, model_folder, monkeypatch, tmp_path):
@@ -527,9 +483,11 @@ def test_what_an_interrupted_run_has_learned_is_kept(generate, model_folder, mon
 @pytest.mark.parametrize(
     ("options", "asked"),
     [
-        (("--repetition-penalty", 1.4), {"repetition_penalty": 1.4}),
+        (
+            ("--repetition-penalty", 1.4, "--no-repeat-ngram-size", 2),
+            {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2},
+        ),
         (("--presence-penalty", 1.5, "--frequency-penalty", 0.5), {"presence_penalty": 1.5, "frequency_penalty": 0.5}),
-        (("--no-repeat-ngram-size", 2), {"no_repeat_ngram_size": 2}),
     ],
     ids=str,
 )

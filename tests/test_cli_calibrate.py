@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -145,15 +143,6 @@ def test_where_nothing_can_be_saved_the_tables_still_come(calibrate, monkeypatch
     assert len(notice) == 1 and notice[0].startswith("selfspec: nothing can be kept in ")
     assert calibrate("--batch-sizes", "1", "--quiet").err == ""
     assert json.loads(calibrate("--json", "--batch-sizes", "1").out)["file"] is None
-
-
-def test_help_begins_with_an_example_and_needs_no_torch():
-    code = "import sys; from selfspec.cli import main; main(['calibrate', '--help']); assert 'torch' not in sys.modules"
-    root = Path(__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    text = done.stdout.decode()
-    assert text.index("selfspec calibrate demo --plan") < text.index("--batch-sizes")
 
 
 # ----------------------------------------------------------------------------------------------------------- notices

@@ -84,17 +84,6 @@ def test_a_long_wait_is_told_and_on_a_terminal_taken_back(run, tmp_path, monkeyp
     assert said.rstrip().endswith(("\x1b[2K", "\x1b[?25h")), "the line is taken back"
 
 
-def test_commands_and_options_may_be_called_as_before_until_0_3(run, tmp_path):
-    file = tmp_path / "a.store"
-    assert run("datastore", "build", "demo", CODE, "-o", file).code == 0
-    assert run("datastore", "info", file) == run("corpus", "info", file)
-    call = ("generate", "def", "--max-tokens", 8, "--json")
-    by_name = [json.loads(run(*call, name, file).out)["tokens"] for name in ("--datastore", "--corpus")]
-    assert by_name[0] == by_name[1]
-    assert_refused(run(*call, "--datastore", tmp_path / "none"), 2, "--corpus", "is no file")
-    assert " datastore " not in run("--help").out
-
-
 def test_quiet_and_json_are_for_programs(run, tmp_path):
     done = run("corpus", "build", "demo", CODE, "-o", tmp_path / "a.store", "--quiet", "--json")
     assert done.err == "" and json.loads(done.out)["num_documents"] == 1
