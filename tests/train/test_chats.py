@@ -6,7 +6,9 @@ import json
 import shutil
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -225,6 +227,9 @@ def test_every_exit_learns_from_the_base_without_dropped_layers(settings, base):
 
 
 def test_training_ends_when_its_time_is_over_and_the_model_is_still_measured(settings, tmp_path, monkeypatch, capsys):
+    looks = count()
+    for module in ("run", "clock", "samples"):  # a clock that goes on by a hundredth of a second at every look
+        monkeypatch.setattr(f"train.{module}.time", SimpleNamespace(monotonic=lambda: next(looks) / 100))
     settings["run"] |= {"max_steps": 10_000, "save_steps": 10_000, "max_minutes": 0.05}
     settings["eval"] |= {"gsm8k": "", "docstring_windows": 0}
     assert start(settings, tmp_path) == 1

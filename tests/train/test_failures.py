@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ from safetensors.torch import load_file
 
 from train.__main__ import main
 from train.checkpoints import checkpoint_folder, find_newest
-from train.config import MAY_DIFFER, parse_config
-from train.config_file import different_keys
+from train.config import parse_config
 from train.errors import RunFailed
 from train.run import train
 from train.trainer import EarlyExitTrainer
@@ -75,8 +73,8 @@ def test_weights_that_are_no_numbers_are_not_saved(small_settings, monkeypatch):
         train(parse_config(small_settings))
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("write failed")])
-def test_a_full_disk_leaves_the_earlier_checkpoint_whole(small_settings, command, monkeypatch, capsys, error):
+def test_a_full_disk_leaves_the_earlier_checkpoint_whole(small_settings, command, monkeypatch, capsys):
+    error = OSError(errno.ENOSPC, "No space left on device")
     plain = EarlyExitTrainer._save_optimizer_and_scheduler
 
     def full(self, folder):
@@ -127,16 +125,6 @@ def test_resuming_with_another_configuration_names_the_keys(small_settings, comm
     small_settings["run"]["output"] += "-none"
     assert command("--resume") == 2
     assert "holds no checkpoint; train first" in capsys.readouterr().err
-
-
-def test_what_changes_no_step_may_differ(small_settings):
-    config = parse_config(small_settings)
-    saved = json.loads(json.dumps({"run": {"windows": [16, 32]}, **{}}))
-    assert (
-        different_keys(saved, parse_config({"run": {"windows": [16, 32], "notes": "x", "max_steps": 9}}), MAY_DIFFER)
-        == []
-    )
-    assert "run.windows" in different_keys({}, config, MAY_DIFFER)
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", "only = 1\n"])

@@ -130,7 +130,7 @@ def test_adapters_end_merged_or_as_a_folder_of_their_own(settings, base, tmp_pat
     assert "LoRA of rank 2" in " ".join((folder / "README.md").read_text("utf-8").split())
 
 
-@pytest.mark.parametrize("kind", ["adapters", slow("whole"), slow("streamed")])
+@pytest.mark.parametrize("kind", [slow("adapters"), slow("whole"), slow("streamed")])
 def test_resuming_a_continued_run_reaches_the_same_weights(settings, tmp_path, kind):
     if kind == "adapters":
         settings["lora"] = {"rank": 2, "dropout": 0.2}
