@@ -38,6 +38,7 @@ from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.datastore_build import build as build_datastore
 from selfspec.errors import DatastoreError
 from selfspec.hf import SelfSpeculative
+from tests.model.test_families import check_untouched, photograph
 from tests.models import EOS, build
 
 FAMILIES = ["llama", "qwen3", "mistral"]  # many key heads, two, and a sliding window shorter than the prompts
@@ -579,29 +580,15 @@ def test_encoder_decoders_are_refused():
 # ---------------------------------------------------------------------------------------------------------- the model
 
 
-def snapshot(model):
-    return {
-        "weights": {name: (tensor.clone(), tensor.data_ptr()) for name, tensor in model.state_dict().items()},
-        "config": (model.config.to_dict(), model.generation_config.to_dict(), model.config._attn_implementation),
-        "modules": [
-            (name, type(m), m.training, sorted(vars(m)), list(m._modules)) for name, m in model.named_modules()
-        ],
-        "gradients": [p.requires_grad for p in model.parameters()],
-    }
-
-
 def test_the_model_is_left_as_it_was():
     model = build("qwen3")
     model.train()
-    before = snapshot(model)
+    before = photograph(model)
     spec = SelfSpeculative(2, 3)
     model.generate(**batch(), custom_generate=spec, max_new_tokens=8)
     with pytest.raises(ZeroDivisionError):
         model.generate(**batch(), custom_generate=spec, max_new_tokens=8, prefix_allowed_tokens_fn=lambda i, ids: 1 / 0)
-    after = snapshot(model)
-    weights, same = before.pop("weights"), after.pop("weights")
-    assert before == after and list(weights) == list(same)
-    assert all(torch.equal(t, same[name][0]) and at == same[name][1] for name, (t, at) in weights.items())
+    check_untouched(before, model)
 
 
 def test_a_model_is_opened_once_and_not_kept_alive(monkeypatch):
@@ -636,21 +623,3 @@ def test_edits_between_calls_are_seen():
     model.lm_head.weight.data.mul_(-1)  # which torch does not count
     outputs.append(check(model, batch(), spec)[0].tolist())
     assert outputs[0] != outputs[1] != outputs[2]
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_adapters_count_and_may_change_between_calls():
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(0)
-    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    model, spec = get_peft_model(build("llama"), lora).eval(), SelfSpeculative(2, 3)
-    model.add_adapter("other", lora)
-    tuned, _ = check(model, batch(), spec)
-    with model.disable_adapter():
-        plain, _ = check(model, batch(), spec)
-    model.set_adapter("other")
-    other, _ = check(model, batch(), spec)
-    model.merge_adapter()
-    check(model, batch(), spec)
-    assert len({str(out.tolist()) for out in (tuned, plain, other)}) == 3

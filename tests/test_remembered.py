@@ -10,14 +10,11 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-import eval.replay as replays
 from eval.replay import replay
 from selfspec.calibrate import profile
 from selfspec.control import registry
 from selfspec.control.acceptance import is_prior
 from selfspec.control.adaptive import Adaptive
-from selfspec.control.cost_table import Table
-from selfspec.control.plan import LOOKUP
 from tests.eval.replays import made_up_costs, trace_of
 from tests.models import build
 from tests.target import Target
@@ -298,23 +295,6 @@ def test_texts_of_calls_one_after_another_are_decoded_as_those_of_one_engine_are
         policy.forget_rows()
         one_by_one += rounds_of(replay([trace], policy, costs))
     assert one_by_one == at_once
-
-
-@pytest.mark.parametrize("drafts", [["lookup"], ["exit", "lookup"]])
-def test_batches_of_calls_one_after_another_are_decoded_as_if_their_rows_had_other_numbers(drafts, monkeypatch):
-    costs = replace(made_up_costs(LAYERS), ragged=Table.of({2: 1.0, 4: 1.0}))
-    batches = [[looping(10 * i + k, size) for k in range(4)] for i, size in enumerate((5, 1000, 3, 1000, 7))]
-    came, numbered = [], replays.SimulatedRow
-    for step in (0, 100):
-        policy, runs = Adaptive(costs, drafts=drafts), []
-        for i, batch in enumerate(batches):
-            first = i * step
-            monkeypatch.setattr(replays, "SimulatedRow", lambda at, *told, first=first: numbered(first + at, *told))
-            policy.forget_rows()
-            runs.append(rounds_of(replay(batch, policy, costs, 4)))
-        came.append(runs)
-    assert came[0] == came[1]
-    assert any(plan["exit_layer"] == LOOKUP for plan, _ in came[0][2])
 
 
 @pytest.mark.parametrize(

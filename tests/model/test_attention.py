@@ -15,9 +15,6 @@ from torch.overrides import TorchFunctionMode
 from selfspec.model.attention import attend
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.row_groups import SHORT, plan_groups
-from selfspec.model.stack import Stack
-from tests.helpers import make_prompts
-from tests.models import build
 from tests.slow import FRESH
 
 HEAD_DIM = 4
@@ -169,12 +166,6 @@ def test_no_mask_tensor_is_made_for_prompts(masks, rows, expected):
     assert masks == expected
 
 
-@pytest.mark.parametrize("reach", [{"window": 20}, {"chunk": 16}])
-def test_prompts_longer_than_a_window_have_a_mask(masks, reach):
-    check_pack([(0, SHORT + 9, 0)], 8, 2, 2, 0, **reach)
-    assert masks == [(torch.Tensor, False)]
-
-
 def test_keys_of_a_new_prompt_are_not_read_back_from_its_pages():
     new, generator = SHORT + 5, torch.Generator().manual_seed(0)
     cache = PagedCache(8, 8)
@@ -188,28 +179,3 @@ def test_keys_of_a_new_prompt_are_not_read_back_from_its_pages():
     got, _ = attend(module, query, key, value, packed=packed)
     assert torch.equal(got, wanted)
     assert packed.new is None, "keys are held longer than attention runs"
-
-
-@pytest.mark.parametrize("family", ["mistral", "gpt_oss"])
-def test_prompts_in_chunks_of_any_size_are_those_of_one_call(family):
-    stack, lengths = Stack(build(family)), (150, 90)
-    prompts = [torch.tensor(prompt) for prompt in make_prompts(lengths)]
-
-    def read(*chunks):
-        """Each chunk: new tokens of both prompts, in one packed call."""
-        cache = stack.new_cache(8, 64)
-        pages = [cache.reserve(length) for length in lengths]
-        states, at = ([], []), [0, 0]
-        for counts in chunks:
-            spans = [Span(pages[i], at[i], new) for i, new in enumerate(counts) if new]
-            tokens = torch.cat([prompts[i][at[i] : at[i] + new] for i, new in enumerate(counts)])
-            hidden = stack.run(PackedRows(cache, spans), 0, stack.num_layers, tokens)
-            for i, part in enumerate(hidden.split(counts)):
-                states[i].append(part)
-                at[i] += counts[i]
-        return torch.cat([torch.cat(parts) for parts in states])
-
-    with torch.inference_mode():
-        wanted = read((150, 90))
-        for chunks in [((40, 90), (110, 0)), ((33, 1), (34, 50), (83, 39)), ((150, 0), (0, 10), (0, 80))]:
-            torch.testing.assert_close(read(*chunks), wanted, rtol=1e-4, atol=1e-4)

@@ -21,9 +21,8 @@ from selfspec.kernels import reference
 from selfspec.kernels.suite import has_triton
 from selfspec.model import attention_choice as fastest
 from selfspec.model.attention import Reach, attend_rows
-from selfspec.model.attention_backends import FLASH_PAGE, Backend, importable, layout_of, named
+from selfspec.model.attention_backends import FLASH_PAGE, Backend, importable, named
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span, Tree
-from selfspec.model.self_check import split_error
 from selfspec.model.stack import Stack
 from tests.helpers import make_prompts
 from tests.models import build
@@ -223,11 +222,6 @@ def test_a_backend_that_is_not_here_is_refused_by_name():
         Stack(build("llama"), "turbo")
 
 
-def test_auto_is_sdpa_on_the_processor():
-    target = Target(build("llama"), engine="views")
-    assert target.attention_backend == fastest.choose(target.stack.device, target.stack.dtype, None).name == "sdpa"
-
-
 def test_the_fastest_is_so_on_the_whole_and_serves_every_call():
     times = {"sdpa": [4.0, 2.0, 10.0], "triton": [1.0, 1.0, 14.0], "flash": [float("inf"), 0.5, 9.0]}
     assert fastest.least(times) == "triton"
@@ -269,20 +263,3 @@ def test_pages_are_as_large_as_the_backend_asks():
     assert page_size_of(stack) == 64
     stack.backend = Backend("of large pages", attend_rows, FLASH_PAGE)
     assert page_size_of(stack) == FLASH_PAGE
-
-
-def test_a_layout_is_made_once_per_call():
-    packed, *_ = packed_call([(3, 2), (9, 1)], 4, 4, 2, 8, torch.float32, 0)
-    layout = layout_of(packed)
-    assert layout_of(packed) is layout
-    assert layout.most_new == 2 and layout.most_tokens == 10
-    assert layout.rows.tolist() == [0, 0, 1] and layout.lengths.tolist() == [5, 10]
-
-
-def test_every_backend_has_its_say_in_the_self_check():
-    calls = []
-    stack = Stack(build("llama"), "reference")
-    spy = Backend("spy", lambda *given: (calls.append(1), named("reference", "cpu").attend(*given))[1])
-    stack.backend = spy
-    assert split_error(stack) < 1e-3 and calls
-    assert reference.attend is not attend_rows

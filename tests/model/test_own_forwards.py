@@ -97,17 +97,6 @@ def test_a_larger_vocabulary_is_adaptives_default_too():
     assert done.tokens == generate(model, prompt, 24)
 
 
-@pytest.mark.parametrize("name", ["ids are masked by the lowest number", "logits are multiplied"])
-def test_an_exact_stack_leaves_out_the_same_heads(name):
-    target, prompts = Target(changed(name)), make_prompts([12, 7])
-    plain = [c.tokens for c in target.generate(prompts, max_new_tokens=12, exact=True, policy="plain")]
-    assert [c.tokens for c in target.generate(prompts, max_new_tokens=12, exact=True)] == plain
-    hidden, top = torch.zeros(1, 3, 32), torch.arange(32).expand(3, -1)
-    for stack in (target.stack, target.exact_stack):
-        with torch.inference_mode():
-            assert (stack.short_logits(hidden, top, [1]) is None) == (name != "logits are multiplied")
-
-
 def test_a_faster_body_is_not_taken_for_a_known_class_whose_forward_was_replaced(monkeypatch):
     model, [prompt] = build("llama"), make_prompts([9])
     unchanged = generate(model, prompt, 12)

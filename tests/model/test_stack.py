@@ -35,14 +35,6 @@ def test_scaled_rotary_positions_are_the_models_own(rope, engine):
     assert [c.tokens for c in done] == [generate(target.model, prompt, 16) for prompt in prompts]
 
 
-def test_a_context_longer_than_the_first_rotary_table_is_read():
-    target = Target(build("llama", max_position_embeddings=1200))
-    [prompt] = make_prompts([1010])
-    for length in (510, 1010):
-        [done] = target.generate([prompt[:length]], exit_layer=2, max_new_tokens=20)
-        assert done.tokens == generate(target.model, prompt[:length], 20)
-
-
 @pytest.mark.parametrize(("window", "engine"), [(3, "compiled"), (64, "compiled"), (2000, "compiled"), (64, "views")])
 def test_windows_and_rotary_angles_by_layer_are_the_models_own(window, engine):
     """Windows shorter and longer than the context, and angles of each kind of layers beyond the first table."""
@@ -105,14 +97,6 @@ def test_llama4_attends_within_chunks_much_shorter_than_the_text(chunk, page_siz
             text.append(token)
     wide = Target(build("llama4_text"))
     assert [c.tokens for c in decode(wide, prompts, "plain", max_new_tokens=20)] != [c.tokens for c in done]
-
-
-def test_a_sliding_window_shorter_than_the_prompt_matters():
-    """The families with windows are tested with windows of 5: here is that such a window changes the tokens."""
-    [prompt] = make_prompts([24])
-    narrow, wide = (generate(build("mistral", sliding_window=w), prompt, 16) for w in (5, 100))
-    assert narrow != wide
-    assert Target(build("mistral", sliding_window=100)).generate([prompt], max_new_tokens=16)[0].tokens == wide
 
 
 # ---------------------------------------------------------------------------------------------------------- refusals

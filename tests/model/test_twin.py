@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, get_peft_model
 
 from selfspec import LLM, SamplingParams, SpeculativeConfig
 from selfspec.errors import UnsupportedModelError
@@ -103,20 +103,6 @@ def test_a_lora_adapter_and_later_changes_to_it_are_honoured_and_the_base_is_unt
     second = [c.tokens for c in decode(target, prompts, Schedule(0, 4), max_new_tokens=12)]
     assert second == [adapted(model, prompt, 12) for prompt in prompts] != first
     assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters() if name in weights)
-
-
-def test_a_merged_adapter_is_a_plain_model_again():
-    model = with_lora(False)
-    merged = model.merge_and_unload()
-    target, [prompt] = Target(merged), make_prompts([9])
-    assert target.stack.llama is not None
-    assert target.generate([prompt], max_new_tokens=12)[0].tokens == generate(merged, prompt, 12)
-
-
-def test_an_adapter_of_virtual_tokens_is_refused_and_not_left_out():
-    model = get_peft_model(build("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
-    with pytest.raises(UnsupportedModelError, match=r"virtual tokens .*; decode it with the PEFT model's own generate"):
-        Target(model)
 
 
 def test_a_target_follows_the_models_adapters_switches_and_dtype():

@@ -147,9 +147,6 @@ def test_too_little_text_is_refused(texts, command, capsys):
 @pytest.mark.parametrize(
     ("section", "values", "message"),
     [
-        ("run", {"windows": [1]}, "run.windows must be a list of lengths of at least 2 tokens, got (1,)"),
-        ("exits", {"period": 5}, "exits.period must be at most model.num_hidden_layers = 4, got 5"),
-        ("exits", {"perod": 5}, "exits has no key 'perod'; did you mean 'period'?"),
         ("corpus", {"root": "/none/at/all"}, "corpus.root must be a folder, got '/none/at/all'"),
         ("run", {"report_to": "paper"}, "run.report_to must be none or a reporter that is installed, got 'paper'"),
     ],

@@ -217,25 +217,6 @@ def test_bad_input_is_one_sentence_and_code_2(settings, tmp_path, capsys, sectio
     assert message in said and said.count("\n") == 1 and "Traceback" not in said
 
 
-def test_prompts_of_a_file_are_refused_in_a_sentence_where_they_cannot_be_read(tmp_path, capsys):
-    def says(path, **data):
-        settings = {
-            "heads": {"exits": [2], "output": str(tmp_path / "out")},
-            "data": {"path": str(path), **data},
-            "text": {"num_texts": 4, "num_held_out": 2, "max_new_tokens": 8},
-        }
-        assert run(tmp_path, settings) == 2
-        return capsys.readouterr().err
-
-    empty, lines = tmp_path / "empty.txt", tmp_path / "lines.jsonl"
-    empty.write_text("")
-    lines.write_text('{"text": "def f(x):"}\n{"other": 1}\n')
-    assert "at least two different texts" in says(empty)
-    assert "data.text_field must be a field of the data, got 'text'" in says(lines)
-    lines.write_text("def\n")
-    assert "must be JSON, got 'def'" in says(lines)
-
-
 def test_texts_come_from_other_records_than_those_held_out(stories, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(f'{{"question": "Tom has {n} red balls. He"}}\n' for n in range(20)))
@@ -302,15 +283,6 @@ def test_the_loss_is_the_plain_formula(by_kl, drafted):
         cross_entropy = -torch.where(greedy > 0, greedy, 1.0).log()
     expected = kl.mean() if by_kl else 0.9 * (1 - overlap.mean()) + 0.1 * cross_entropy.mean()
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_kl_is_zero_where_the_exit_says_what_the_model_says():
-    log_p = torch.randn(5, 12).log_softmax(-1)
-    top, ids = log_p.topk(4)
-    batch = Batch(log_p[None], ids, with_rest(top))
-    assert torch.allclose(batch.log_probs.exp().sum(-1), torch.ones(5), atol=1e-5)
-    (loss,) = exit_losses(Whole(), ExitHeads([1], 12, 2), batch, None, True)
-    assert abs(loss.item()) < 1e-5
 
 
 def test_shards_give_every_position_once_an_epoch_and_any_step_again(stories):

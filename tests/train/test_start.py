@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -75,16 +74,6 @@ def test_a_model_is_continued_on_texts(settings, base, tmp_path, capsys, streami
     assert f"continued from `{base.name}`" in card and f"base_model: {base.name}" in card and "| 4 | " in card
     assert "| exit layer | loss | agreement | loss before | agreement before |" in card
     assert (tmp_path / "model" / "training.csv").read_text().startswith("step,learning_rate,loss_exit_1,")
-
-
-def test_the_figures_before_are_the_bases_even_where_its_folder_is_written_over(settings, base, tmp_path):
-    own = tmp_path / "own"
-    shutil.copytree(base, own)
-    settings["model"], settings["run"]["export"] = {"base": str(own)}, str(own)
-    assert run(settings, tmp_path) == 0
-    card = (own / "README.md").read_text("utf-8")
-    rows = [line.split(" | ")[1:] for line in card.splitlines() if re.match(r"\| [1-4] \|", line)]
-    assert len(rows) == 4 and any(loss != before.rstrip(" |") for loss, _, before, *_ in rows)
 
 
 def test_the_base_is_measured_once_and_may_then_be_gone(settings, base, tmp_path, capsys):
