@@ -89,24 +89,6 @@ def test_quiet_and_json_are_for_programs(run, tmp_path):
     assert done.err == "" and json.loads(done.out)["num_documents"] == 1
 
 
-@pytest.mark.slow
-def test_drafts_from_a_corpus_change_no_text(run, tmp_path):
-    file, prompt = tmp_path / "code.store", CODE.read_text("utf-8")[:150]
-    assert run("corpus", "build", "demo", CODE, "-o", file, "-q").code == 0
-    call = ("generate", prompt, "--max-tokens", 24)
-    plain = run(*call, "--policy", "plain")
-    for options in ((), ("--drafters", "lookup,tree"), ("--policy", "adaptive", "--exit-layer", 2), ("--compare",)):
-        done = run(*call, "--corpus", file, "--show-plan", *options)
-        assert (done.code, done.out) == (0, plain.out)
-        assert "round    1  " in done.err
-    lines = tmp_path / "prompts.jsonl"
-    lines.write_text("".join(json.dumps({"prompt": prompt[:n]}) + "\n" for n in (50, 150)), "utf-8")
-    one, other = (run("generate", "--prompts", lines, *more) for more in (("--policy", "plain"), ("--corpus", file)))
-    assert [json.loads(line)["tokens"] for line in one.out.splitlines()] == [
-        json.loads(line)["tokens"] for line in other.out.splitlines()
-    ]
-
-
 # ------------------------------------------------------------------------------------------------------------ errors
 
 

@@ -34,13 +34,6 @@ def test_the_demo_s_text_is_that_of_plain_decoding(demo):
     assert drafted.stats.mean_acceptance_length > 1.5
 
 
-def test_the_demo_command_ends_with_its_line(run):
-    prompt = PROMPT.read_text(encoding="utf-8").rstrip("\n")
-    done = run("generate", "--model", "demo", "--show-drafts", "--compare", "--max-tokens", 24, prompt)
-    assert done.code == 0
-    assert all(words in done.err for words in ("tokens/s", "acceptance length", "x plain decoding", "same 24 tokens"))
-
-
 def test_the_demo_is_the_default_and_can_be_inspected(run):
     report = json.loads(run("inspect", "demo", "--json").out)
     assert report["self_check"] and report["exit_layer"] >= 1

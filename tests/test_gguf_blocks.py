@@ -149,18 +149,6 @@ def test_weights_that_take_several_files_have_no_blocks(tmp_path, file):
     assert gguf_index.read(file, model, folder) is None
 
 
-def test_a_conversion_of_an_earlier_version_is_made_again(cache, file):
-    read(file)
-    [folder] = (cache / "gguf").iterdir()
-    (folder / gguf_index.INDEX).unlink()
-    manifest = folder / gguf_file.MANIFEST
-    sizes = json.loads(manifest.read_text())
-    del sizes[gguf_index.INDEX]
-    manifest.write_text(json.dumps(sizes))
-    assert read(file)[2]
-    assert [one.name for one in (cache / "gguf").iterdir()] == [folder.name]
-
-
 # ---------------------------------------------------------------------------------------------------------- edits
 
 EDITS = {
@@ -269,16 +257,6 @@ def test_other_targets_have_no_blocks(tmp_path, file):
     assert load(file, dtype="bfloat16").stack.file is None
     pytest.importorskip("torchao")
     assert load(file, quantize="int8").stack.file is None
-
-
-def test_an_adapter_that_is_merged_into_the_weights_later_is_followed(file):
-    peft = pytest.importorskip("peft")
-    target = load(file, engine="compiled")
-    before = decoded(target)
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj", "down_proj"], init_lora_weights=False)
-    merged = peft.get_peft_model(target.model, config).merge_and_unload()
-    assert merged is target.model
-    assert decoded(target) == tokens(target.model) != before
 
 
 def test_copies_are_targets_of_their_own_weights(file):

@@ -16,12 +16,12 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TextIteratorStreamer
-from transformers.generation.streamers import BaseStreamer
 
 from selfspec.errors import UnsupportedModelError
 from selfspec.hf import SelfSpeculative
 from tests.models import EOS, build
 from tests.target import load
+from tests.test_hf import Recorder, batch
 
 PAD, NEW = 0, 14
 
@@ -42,32 +42,12 @@ def llama():
     return model
 
 
-def batch(lengths=(9, 4, 12)):
-    rng, width = torch.Generator().manual_seed(0), max(lengths)
-    ids, mask = torch.full((len(lengths), width), PAD), torch.zeros(len(lengths), width, dtype=torch.int64)
-    for row, n in enumerate(lengths):
-        ids[row, width - n :] = torch.randint(3, 96, (n,), generator=rng)
-        mask[row, width - n :] = 1
-    return {"input_ids": ids, "attention_mask": mask}
-
-
 def theirs(model, **options):
-    return model.generate(**batch(), max_new_tokens=NEW, do_sample=False, **options).tolist()
+    return model.generate(**batch((9, 4, 12)), max_new_tokens=NEW, do_sample=False, **options).tolist()
 
 
 def ours(model, spec=None, **options):
     return theirs(model, custom_generate=spec or SelfSpeculative(2, 3), **options)
-
-
-class Recorder(BaseStreamer):
-    def __init__(self):
-        self.puts, self.ends = [], 0
-
-    def put(self, value):
-        self.puts.append(value.tolist())
-
-    def end(self):
-        self.ends += 1
 
 
 # ---------------------------------------------------------------------------------------------- stop strings, streamers
@@ -108,7 +88,7 @@ def test_a_streamer_that_is_none_is_refused():
 
 
 def test_a_reader_in_another_thread_sees_the_end_of_a_refused_call(llama, tokenizer):
-    streamer, raised = TextIteratorStreamer(tokenizer, timeout=30), []
+    streamer, raised = TextIteratorStreamer(tokenizer, timeout=600), []
 
     def call():
         try:
@@ -149,7 +129,7 @@ def test_what_torch_compiled_of_a_forward_is_served(llama, change):
     change(llama)
     before = {name: dict(vars(module)) for name, module in llama.named_modules()}
     assert ours(llama) == wanted
-    done = load(llama).generate([batch()["input_ids"][2].tolist()], max_new_tokens=NEW)[0].tokens
+    done = load(llama).generate([batch((9, 4, 12))["input_ids"][2].tolist()], max_new_tokens=NEW)[0].tokens
     assert done == [token for token in wanted[2][12:] if token != PAD]
     assert {name: dict(vars(module)) for name, module in llama.named_modules()} == before
 
@@ -168,12 +148,6 @@ def wrapped(module):
         return honest(*args, **kwargs)
 
     module.forward = louder
-
-
-def test_a_replaced_forward_inside_a_layer_runs_as_it_is(llama):
-    projection = llama.model.layers[2].mlp.up_proj
-    projection.forward = lambda x: 1.5 * type(projection).forward(projection, x)
-    assert ours(llama) == theirs(llama)
 
 
 @pytest.mark.parametrize(

@@ -88,14 +88,6 @@ def test_a_folder_without_a_tokenizer_gives_a_target_of_token_ids(model_folder, 
     assert load(tmp_path, given).tokenizer is given
 
 
-def test_a_missing_model_is_a_file_not_found(monkeypatch):
-    with pytest.raises(FileNotFoundError, match=r"there is no folder \./nowhere"):
-        load("./nowhere")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(FileNotFoundError, match="hub cannot be reached"):
-        load("selfspec-tests/absent")
-
-
 def test_a_hub_id_is_looked_for_on_the_hub_and_then_on_this_machine(monkeypatch):
     asked = []
     monkeypatch.setattr("huggingface_hub.model_info", lambda name, timeout: asked.append(name))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 
@@ -24,14 +23,17 @@ PROMPTS = ([5, 6, 7, 8] * 6, [9, 3, 4], [5, 6, 7, 8] * 6)
 
 
 class Counted(Adaptive):
-    """Counts how many were made, the rounds that they were told of, and threads that met another one inside."""
+    """Counts how many were made, the rounds that they were told of, and threads that met another one inside.
+
+    With `others`, the first call inside a policy waits until as many threads are inside one.
+    """
 
     made: int = 0
     latest: Adaptive | None = None
     rounds: int = 0
     met: int = 0
     forgotten: int = 0
-    pause: float = 0.0  # inside
+    others: threading.Barrier | None = None
 
     def __init__(self, *given, **named):
         self.inside: list[int] = []
@@ -42,7 +44,9 @@ class Counted(Adaptive):
     @contextmanager
     def alone(self):
         self.inside.append(threading.get_ident())
-        time.sleep(Counted.pause)
+        if self.others is not None:
+            barrier, self.others = self.others, None
+            barrier.wait()
         yield
         Counted.met += len(set(self.inside)) > 1
         self.inside.remove(threading.get_ident())
@@ -111,18 +115,6 @@ def test_a_policy_of_other_costs_is_left_and_what_it_saw_is_kept(target, monkeyp
     assert made == [seen]
 
 
-@pytest.mark.parametrize("bad", [{"burst": -1}, {"prefill": 3}])
-def test_a_call_that_is_refused_takes_nothing_away(target, bad):
-    tokens(target, PROMPTS[0])
-    before = target.prior
-    tokens(target, PROMPTS[2])
-    with pytest.raises((ValueError, TypeError)):
-        target.generate([PROMPTS[0]], **bad)
-    assert target.prior != before
-    tokens(target, PROMPTS[0])
-    assert Counted.made == 1
-
-
 def test_what_is_saved_is_all_that_was_seen(target, monkeypatch):
     saved = []
     monkeypatch.setattr(profile, "save_prior", lambda stack, prior: saved.append(prior))
@@ -165,16 +157,6 @@ def test_a_policy_that_was_interrupted_decides_no_more(target, monkeypatch, prob
     assert Counted.made == before + 1
 
 
-def test_what_a_call_has_seen_is_known_at_once(target):
-    before = None
-    for prompt in PROMPTS:
-        tokens(target, prompt)
-        assert target.prior is target.prior  # written once
-        assert target.prior != before and np.sum(target.prior["misses"]) > 0
-        before = target.prior
-    assert Counted.made == 1
-
-
 def test_the_policy_is_told_of_every_round_of_a_call(target):
     rounds = [round_ for prompt in PROMPTS for round_ in target.stream([prompt], max_new_tokens=60, drafts=["exit"])]
     assert Counted.rounds == sum(round_.plan is not None for round_ in rounds) > 60
@@ -205,24 +187,6 @@ def test_a_call_that_begins_while_another_is_under_way_has_a_policy_of_its_own(t
     assert Counted.made == 3  # one of theirs goes on
 
 
-def test_an_engine_that_is_remembered_keeps_its_policy_to_itself(target):
-    engine = target_engine(target)
-    target.remember(engine)
-    tokens(target, PROMPTS[0])
-    assert Counted.made == 2
-    assert np.sum(engine.policy.state()["misses"]) < np.sum(target.prior["misses"])
-
-
-def target_engine(target):
-    from selfspec import Engine
-
-    engine = Engine(target)
-    engine.submit(PROMPTS[0], max_new_tokens=40)
-    for _ in engine.run():
-        pass
-    return engine
-
-
 def test_a_policy_that_a_caller_made_stays_theirs(target):
     own = Adaptive(target.costs())
     tokens(target, PROMPTS[0], policy=own)
@@ -243,11 +207,9 @@ def test_what_a_copy_sees_is_its_own(target):
 
 def test_calls_in_several_threads_never_share_a_policy(target, monkeypatch):
     wanted, wrong = {i: tokens(target, PROMPTS[i], policy="plain") for i in range(3)}, []
-    monkeypatch.setattr(Counted, "pause", 1e-3)
-    begin = threading.Barrier(3)
+    monkeypatch.setattr(Counted, "others", threading.Barrier(3))
 
     def call(i):
-        begin.wait()
         for _ in range(4):
             if tokens(target, PROMPTS[i]) != wanted[i] or target.prior is None:
                 wrong.append(i)
@@ -257,7 +219,7 @@ def test_calls_in_several_threads_never_share_a_policy(target, monkeypatch):
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong and not Counted.met and Counted.made >= 2
+    assert not wrong and not Counted.met and Counted.made == 3
 
 
 def looping(seed, size):
@@ -301,12 +263,8 @@ def test_texts_of_calls_one_after_another_are_decoded_as_those_of_one_engine_are
     "options",
     [
         {"policy": "adaptive", "exit_layer": [1]},
-        {"policy": "adaptive", "num_draft_tokens": {}},
-        {"drafts": "exit"},
         {"drafts": [["exit"]]},
-        {"drafts": 3},
         {"policy": "adaptive", "exit_layer": 99},
-        {"policy": 3},
         {"policy": ["adaptive"]},
     ],
 )

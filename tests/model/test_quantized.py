@@ -55,14 +55,6 @@ def test_the_layers_are_rounded_and_nothing_else(kind):
     assert is_dense(after.lm_head.weight)
 
 
-def test_weights_that_are_not_quantised_stay_as_they_are():
-    class Kept(torch.nn.Parameter):
-        pass
-
-    for weight in (torch.ones(2, dtype=torch.bfloat16), Kept(torch.ones(2, dtype=torch.bfloat16), False)):
-        assert dense(weight) is weight
-
-
 def test_a_model_that_somebody_else_quantised_whole_is_served(model_folder):
     torchao = pytest.importorskip("torchao.quantization")
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
