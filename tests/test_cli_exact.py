@@ -1,4 +1,4 @@
-"""`--exact` at the command line and `exact=True` of transformers' hook: the same tokens from every policy in bfloat16."""
+"""`--exact` and `exact=True` of transformers' hook: the same tokens from every policy, in bfloat16 too."""
 
 import json
 
