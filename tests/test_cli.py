@@ -174,6 +174,8 @@ def test_generate_is_compared_only_where_it_is_asked_the_same(generate, options)
 
 
 def test_a_comparison_ends_with_its_figures_and_what_they_are_of(generate):
+    lines = b'{"prompt": "a"}\n{"prompt": "b"}'
+    assert "same 8 tokens" in generate("--prompts", "-", "--compare", "--max-tokens", 4, stdin=lines).err
     done = generate("abc", "--show-drafts", "--compare", "--max-tokens", 12)
     assert done.out == generate("abc", "--max-tokens", 12).out
     line, about = done.err.strip().splitlines()
@@ -270,12 +272,6 @@ def test_a_file_of_prompts_gives_a_line_each_in_their_order(generate, target, tm
     assert [line["tokens"] for line in found] == [completion.tokens for completion in expected]
     assert [line["text"] for line in found] == [completion.text for completion in expected]
     assert all(line["stats"].keys() >= STATS for line in found)
-
-
-def test_a_file_of_prompts_may_come_through_a_pipe(generate):
-    done = generate("--prompts", "-", "--compare", "--max-tokens", 4, stdin=b'{"prompt": "a"}\n{"prompt": "b"}')
-    assert len(done.out.splitlines()) == 2
-    assert "same 8 tokens" in done.err
 
 
 # ---------------------------------------------------------------------------------------------------------- chat

@@ -102,10 +102,6 @@ def test_a_long_wait_is_told_and_on_a_terminal_taken_back(calibrate, monkeypatch
     assert said.rstrip().endswith(("\x1b[2K", "\x1b[?25h")), "the line is taken back"
 
 
-def test_the_demo_can_be_calibrated(run):
-    assert run("calibrate", "demo", "--batch-sizes", "1", "--quiet").code == 0
-
-
 # ------------------------------------------------------------------------------------------------------------ errors
 
 

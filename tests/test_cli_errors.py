@@ -7,6 +7,8 @@ import json
 import pytest
 from safetensors.torch import load_file, save_file
 
+from selfspec.cli.failure import Failure
+from selfspec.cli.prompts import parse_lines
 from selfspec.model.exit_heads import ExitHeads
 from tests import cli_fixtures
 from tests.cli_fixtures import assert_refused, save_model
@@ -142,6 +144,17 @@ def test_a_file_without_prompts_is_refused(run, tmp_path):
     assert_refused(run("generate", "--prompts", tmp_path / "none.jsonl"), 2, "--prompts", "No such file")
     (tmp_path / "empty.jsonl").write_bytes(b"\n\n")
     assert_refused(run("generate", "--prompts", tmp_path / "empty.jsonl"), 2, "holds no prompt")
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_read_over():
+    made = parse_lines("prompts.jsonl", b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}\r\n')
+    assert [prompt.text for prompt in made] == ["a", "b"]
+
+
+def test_json_nested_without_end_is_refused_with_its_line():
+    deep = b'{"prompt": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"
+    with pytest.raises(Failure, match=r"^prompts\.jsonl, line 2: not valid JSON"):
+        parse_lines("prompts.jsonl", b'{"prompt": "a"}\n' + deep)
 
 
 # -------------------------------------------------------------------------------------------------------- models

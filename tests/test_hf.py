@@ -25,9 +25,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from selfspec import target
 from selfspec.control.plan import Plan, Policy
-from selfspec.drafting.datastore import Datastore
-from selfspec.drafting.datastore_build import build as build_datastore
-from selfspec.errors import DatastoreError
 from selfspec.hf import SelfSpeculative
 from tests.model.test_families import check_untouched, photograph
 from tests.models import EOS, build
@@ -441,20 +438,6 @@ def test_an_empty_cache_is_ignored_and_a_full_one_refused(llama):
         ValueError, match=r"past_key_values must be empty, got 14 tokens; leave it out, pass the whole text"
     ):
         llama.generate(**longer, custom_generate=SelfSpeculative())
-
-
-def test_drafts_are_looked_up_in_a_datastore_and_tokens_stay_the_same(llama, tmp_path):
-    prompt, vocab = torch.tensor([[5, 6, 7, 8]]), llama.config.vocab_size
-    expected = llama.generate(prompt, max_new_tokens=60, min_new_tokens=60)
-    build_datastore(tmp_path / "own.store", [expected[0].tolist()], "any", vocab)
-    for given in (tmp_path / "own.store", Datastore(tmp_path / "own.store")):
-        speculate = SelfSpeculative(policy="pld", datastore=given)
-        output = llama.generate(prompt, custom_generate=speculate, max_new_tokens=NEW, min_new_tokens=NEW)
-        assert output.tolist() == expected[:, : 4 + NEW].tolist()
-        assert speculate.stats.mean_acceptance_length > 4
-    build_datastore(tmp_path / "wide.store", [[1, 2, 3]], "any", vocab + 1)
-    with pytest.raises(DatastoreError, match="and the model one of"):
-        llama.generate(prompt, custom_generate=SelfSpeculative(datastore=tmp_path / "wide.store"), max_new_tokens=NEW)
 
 
 def test_early_exit_and_lookup_of_transformers_give_way(llama):

@@ -315,14 +315,6 @@ def test_larger_batches_are_measured_beside_what_is_known(cache, fake):
     assert profile.read_costs(target.stack) == costs
 
 
-def test_what_was_measured_before_stays_when_rows_are_added(cache, stack, fake):
-    thorough = some_costs(5.0, rows=(1, 2))
-    profile.save_costs(stack, thorough)
-    costs = profile.costs_of(stack, 8)
-    assert fake == [(4, 8)] and costs.plain.points == (1, 2, 4, 8)
-    assert costs.early == thorough.early and costs.head == thorough.head and costs.context == thorough.context
-
-
 @pytest.mark.parametrize("bad", [0, -1, 1.5, "8"])
 def test_a_batch_size_is_a_whole_number(bad):
     with pytest.raises(ValueError, match="batch_size must be a whole number of at least 1"):

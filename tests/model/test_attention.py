@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from selfspec.model.attention import attend
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
-from selfspec.model.row_groups import SHORT, plan_groups
+from selfspec.model.row_groups import SHORT
 from tests.slow import FRESH
 
 HEAD_DIM = 4
@@ -111,28 +111,6 @@ def test_a_row_that_prefills_stands_beside_rows_that_decode(page_size, sinks, so
     check_pack(rows, page_size, 2, 2, 0, softcap=softcap, sinks=sinks)
 
 
-def grouped(spans, page_size=50, num_pages=12):
-    packed = PackedRows(PagedCache(num_pages, page_size), [Span(*span) for span in spans])
-    return plan_groups(packed)
-
-
-def test_rows_on_neighbouring_pages_are_read_without_a_gather():
-    [group] = grouped([([3], 4, 1), ([4], 9, 1), ([6], 2, 1)])  # page 5 lies idle between
-    assert group.pages == slice(3, 7)
-    assert group.limit == 10
-    [alone] = grouped([([3], 4, 2)])
-    assert (alone.pages, alone.gather, alone.scatter, alone.single) == (slice(3, 4), None, None, False)
-    [apart] = grouped([([0], 4, 1), ([9], 9, 1)])
-    assert apart.pages.tolist() == [[0], [9]]
-    [several] = grouped([([0, 5], 4, 1), ([9], 2, 1)], page_size=4)
-    assert several.pages.tolist() == [[0, 5], [9, 9]]  # the shorter row's second column is masked
-
-
-def test_long_rows_go_alone_and_short_ones_together():
-    groups = grouped([([0], 0, 2), ([1], 0, SHORT + 1), ([2], 0, SHORT), ([3], 0, SHORT + 9)])
-    assert [group.positions.shape[1] for group in groups] == [SHORT, SHORT + 1, SHORT + 9]
-
-
 # ---------------------------------------------------------------------------------------------------------- prompts
 
 
@@ -164,18 +142,3 @@ def masks():
 def test_no_mask_tensor_is_made_for_prompts(masks, rows, expected):
     check_pack(rows, 8, 2, 2, 0, window=90)  # longer than the rows
     assert masks == expected
-
-
-def test_keys_of_a_new_prompt_are_not_read_back_from_its_pages():
-    new, generator = SHORT + 5, torch.Generator().manual_seed(0)
-    cache = PagedCache(8, 8)
-    packed = PackedRows(cache, [Span(cache.reserve(new), 0, new)])
-    query, key, value = (torch.randn(1, heads, new, HEAD_DIM, generator=generator) for heads in (4, 2, 2))
-    packed.update(key, value, 0)
-    module = SimpleNamespace(layer_idx=0, config=SimpleNamespace(layer_types=None))
-    wanted, _ = attend(module, query, key, value, packed=packed)
-    for storage in cache.layer(0, key[0].transpose(0, 1), value[0].transpose(0, 1)):
-        storage.fill_(float("nan"))
-    got, _ = attend(module, query, key, value, packed=packed)
-    assert torch.equal(got, wanted)
-    assert packed.new is None, "keys are held longer than attention runs"

@@ -10,13 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from selfspec.executors.pick import Sampling
-from selfspec.executors.picker import Picker
-from selfspec.executors.shadow import shadow_picks
 from selfspec.model import exit_heads as module
 from selfspec.model.exit_heads import FILE, ExitHead, ExitHeads
 from tests.helpers import make_prompts
-from tests.models import build, some_heads, tiny
+from tests.models import build, some_heads
 from tests.target import Target, load
 
 PROMPTS = make_prompts([9, 4, 12], seed=3)
@@ -53,23 +50,6 @@ def test_the_last_layer_never_sees_them(family):
         assert [c.tokens for c in drafted] == [c.tokens for c in plain]
     target.exit_heads = None
     assert torch.equal(target.stack.logits(hidden, 3), early)
-
-
-@torch.inference_mode()
-def test_shadow_picks_look_through_them():
-    target = tiny("llama")
-    stack, hidden, count = target.stack, torch.randn(3, 6, 32), 6
-    target.exit_heads = some_heads()
-    try:
-        logits = stack.logits(torch.randn(count, 32))
-        given = ([Sampling()] * count, range(count), logits, logits.argmax(-1))
-        exact = shadow_picks(stack, Picker(stack), (1, 2, 3), hidden, *given, exact=True)
-        short = shadow_picks(stack, Picker(stack), (1, 2, 3), hidden, *given)
-        own = torch.stack([stack.logits(hidden[i], layer).argmax(-1) for i, layer in enumerate((1, 2, 3))])
-        assert (exact.hits == (own == logits.argmax(-1)).numpy()).all()
-        assert (short.hits == exact.hits).mean() > 0.8, "a vocabulary of 96 fits into the shortlist"
-    finally:
-        target.exit_heads = None
 
 
 def test_saved_and_loaded_they_are_the_same(tmp_path):
@@ -168,16 +148,6 @@ def test_they_follow_the_model_to_its_number_format_and_stay_when_it_is_opened_a
     plain = target.generate(PROMPTS[:1], policy="plain", max_new_tokens=6)
     assert target.generate(PROMPTS[:1], exit_layer=1, max_new_tokens=6)[0].tokens == plain[0].tokens
     assert target.exit_heads.heads["1"].down.dtype == torch.float64
-
-
-def test_one_set_of_heads_serves_targets_of_different_formats_and_is_never_changed():
-    heads, model = some_heads(), build("llama")
-    before = [parameter.clone() for parameter in heads.parameters()]
-    one, other = Target(model, exit_heads=heads), Target(build("llama").to(torch.bfloat16), exit_heads=heads)
-    for target in (one, other):
-        [plain] = target.generate(PROMPTS[:1], policy="plain", max_new_tokens=6)
-        assert target.generate(PROMPTS[:1], exit_layer=1, max_new_tokens=6)[0].tokens == plain.tokens
-    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(before, heads.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import signal
@@ -141,10 +140,3 @@ def eventually(holds, what="it"):
     while not holds():
         assert time.monotonic() < end, f"{what} never came to hold"
         time.sleep(0.01)
-
-
-def gather(*coroutines):
-    async def all_of_them():
-        return await asyncio.gather(*coroutines)
-
-    return asyncio.run(all_of_them())
