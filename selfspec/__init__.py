@@ -7,63 +7,42 @@ from typing import TYPE_CHECKING, Any
 from selfspec.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from selfspec.control.plan import Plan, Policy
-    from selfspec.decoding.results import Round, RowResult
-    from selfspec.decoding.stats import SpecStats
-    from selfspec.drafting.datastore import Datastore
-    from selfspec.errors import CacheFullError, DatastoreError, UnsupportedModelError
-    from selfspec.legacy import Engine, load
-    from selfspec.llm import LLM, LLMEngine
-    from selfspec.outputs import CompletionOutput, Logprob, RequestOutput
-    from selfspec.params import SamplingParams, SpeculativeConfig
+    from selfspec.control.plan import Policy as Policy
+    from selfspec.core import Plan as Plan
+    from selfspec.core import RoundOutput as RoundOutput
+    from selfspec.core import RowRound as RowRound
+    from selfspec.core import SamplingParams as SamplingParams
+    from selfspec.core import SpeculativeConfig as SpeculativeConfig
+    from selfspec.decoding.engine import LLMEngine as LLMEngine
+    from selfspec.decoding.outputs import CompletionOutput as CompletionOutput
+    from selfspec.decoding.outputs import Logprob as Logprob
+    from selfspec.decoding.outputs import RequestOutput as RequestOutput
+    from selfspec.decoding.stats import SpecStats as SpecStats
+    from selfspec.drafting.datastore import Datastore as Datastore
+    from selfspec.errors import CacheFullError as CacheFullError
+    from selfspec.errors import DatastoreError as DatastoreError
+    from selfspec.errors import UnsupportedModelError as UnsupportedModelError
+    from selfspec.llm import LLM as LLM
 
-__all__ = [
-    "LLM",
-    "CacheFullError",
-    "CompletionOutput",
-    "Datastore",
-    "DatastoreError",
-    "Engine",
-    "LLMEngine",
-    "Logprob",
-    "Plan",
-    "Policy",
-    "RequestOutput",
-    "Round",
-    "RowResult",
-    "SamplingParams",
-    "SpecStats",
-    "SpeculativeConfig",
-    "UnsupportedModelError",
-    "load",
-]
-
-_HOMES = {
-    "CacheFullError": "selfspec.errors",
-    "CompletionOutput": "selfspec.outputs",
-    "Datastore": "selfspec.drafting.datastore",
-    "DatastoreError": "selfspec.errors",
-    "Engine": "selfspec.legacy",
-    "LLM": "selfspec.llm",
-    "LLMEngine": "selfspec.llm",
-    "load": "selfspec.legacy",
-    "Logprob": "selfspec.outputs",
-    "Plan": "selfspec.control.plan",
-    "Policy": "selfspec.control.plan",
-    "RequestOutput": "selfspec.outputs",
-    "Round": "selfspec.decoding.results",
-    "RowResult": "selfspec.decoding.results",
-    "SamplingParams": "selfspec.params",
-    "SpecStats": "selfspec.decoding.stats",
-    "SpeculativeConfig": "selfspec.params",
-    "UnsupportedModelError": "selfspec.errors",
+_MODULES = {
+    "selfspec.control.plan": ("Policy",),
+    "selfspec.core": ("Plan", "RoundOutput", "RowRound", "SamplingParams", "SpeculativeConfig"),
+    "selfspec.decoding.engine": ("LLMEngine",),
+    "selfspec.decoding.outputs": ("CompletionOutput", "Logprob", "RequestOutput"),
+    "selfspec.decoding.stats": ("SpecStats",),
+    "selfspec.drafting.datastore": ("Datastore",),
+    "selfspec.errors": ("CacheFullError", "DatastoreError", "UnsupportedModelError"),
+    "selfspec.llm": ("LLM",),
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import on first use: `import selfspec` costs nothing, torch and transformers come with the first name used."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'selfspec' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    if name == "__all__":
+        return [one for names in _MODULES.values() for one in names]
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module 'selfspec' has no attribute {name!r}")

@@ -21,7 +21,7 @@ class NoCompilerError(RuntimeError):
     """
 
     def __init__(self, reason: str, remedy: str) -> None:
-        super().__init__(f"engine 'compiled' needs a C++ compiler, and {reason}; {remedy}, or choose engine auto")
+        super().__init__(f"backend 'compiled' needs a C++ compiler, and {reason}; {remedy}, or choose backend auto")
         self.reason, self.remedy = reason, remedy
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from transformers import StopStringCriteria
 
 from selfspec.control.plan import Policy
-from selfspec.decoding.engine import CUDA_PAGE_SIZE, Engine
-from selfspec.decoding.request import Completion
+from selfspec.core import RoundOutput, Sequence, SpeculativeConfig
+from selfspec.decoding.engine import MAX_STEP_SECONDS, PAGE_SIZE, LLMEngine
 from selfspec.decoding.stats import SpecStats
 from selfspec.drafting.datastore import Datastore
 from selfspec.errors import refuse_empty
 from selfspec.hf_call import Call
+from selfspec.llm import LLM
 from selfspec.model.refusals import drop_hooks_of_call, refuse_call, refuse_unsplittable
 from selfspec.model.views import copied_state, make_twin
-from selfspec.target import WHOLE_BURST, Target
 
 KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 STATEFUL = re.compile(r"(xgrammar|outlines|outlines_core|llguidance)\.|.*(ClassifierFreeGuidance|SynthID)")
@@ -37,11 +37,11 @@ class SelfSpeculative:
 
     Args:
         exit_layer: layers the draft runs; `fixed` defaults to `generation_config.exit_layer`, else a quarter.
-        num_draft_tokens: drafted each round; default: `generation_config`'s, else 4.
+        num_speculative_tokens: drafted each round; default: `generation_config`'s, else 4.
         policy: a name, or a `selfspec.Policy`; default: `adaptive`, or `fixed` where an exit layer or a
             draft length is named. `generate` takes these three by name too.
-        drafts: where those of `adaptive` may come from, some of `control.plan.DRAFTS`; default: all.
-        datastore: a file that `selfspec corpus build` wrote, or a `selfspec.Datastore`, in which `adaptive` looks
+        drafters: where `adaptive` may take drafts from, some of `selfspec.core.DRAFTERS`; default: all.
+        corpus: a file that `selfspec corpus build` wrote, or a `selfspec.Datastore`, in which `adaptive` looks
             drafts up too; `Datastore.open(file, tokenizer)` also checks that it belongs to the tokenizer.
         streamer: belongs here, since `generate(streamer=...)` never hands it on. It gets the prompt, then each block
             of kept tokens (of several rows, each complete column), and always its end.
@@ -59,16 +59,16 @@ class SelfSpeculative:
     """
 
     exit_layer: int | None = None
-    num_draft_tokens: int | None = None
+    num_speculative_tokens: int | None = None
     policy: str | Policy | None = None
-    drafts: Sequence[str] | None = None
-    datastore: str | Path | Datastore | None = None
+    drafters: abc.Sequence[str] | None = None
+    corpus: str | Path | Datastore | None = None
     streamer: Any = None
     exact: bool = False
-    stop_strings: str | Sequence[str] | None = None
+    stop_strings: str | abc.Sequence[str] | None = None
     tokenizer: Any = None
-    completions: list[Completion] = field(default_factory=list, init=False)  # one per row of the last call
-    _targets: WeakKeyDictionary[nn.Module, Any] = field(default_factory=WeakKeyDictionary, init=False, repr=False)
+    completions: list[Sequence] = field(default_factory=list, init=False)  # one per row of the last call
+    _llms: WeakKeyDictionary[nn.Module, Any] = field(default_factory=WeakKeyDictionary, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.streamer is not None and not (hasattr(self.streamer, "put") and hasattr(self.streamer, "end")):
@@ -79,10 +79,10 @@ class SelfSpeculative:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the models that were opened up: a copy opens them anew."""
-        return {name: value for name, value in self.__dict__.items() if name != "_targets"}
+        return {name: value for name, value in self.__dict__.items() if name != "_llms"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _targets=WeakKeyDictionary())
+        self.__dict__.update(state, _llms=WeakKeyDictionary())
 
     @property
     def stats(self) -> SpecStats:
@@ -94,7 +94,7 @@ class SelfSpeculative:
         model: Any,
         ids: Tensor,
         exit_layer: int | None = None,
-        num_draft_tokens: int | None = None,
+        num_speculative_tokens: int | None = None,
         policy: str | Policy | None = None,
         **given: Any,
     ) -> Any:
@@ -110,29 +110,22 @@ class SelfSpeculative:
             config = given["generation_config"]
             refuse_call(model)
             _refuse(model, **given)
-            target = self._target(model)
-            (target.exact_stack if self.exact else target.stack).refresh(deeply=True)
+            llm = self._llm(model, exit_layer, num_speculative_tokens, policy, len(ids))
+            target = llm.target
+            target.refresh(self.exact)
             target.stack.model.generation_config = config  # the twin's: the engine's defaults come from there
             if self._stops():
                 stop = StopStringCriteria(self.tokenizer, self._stops())
                 given["stopping_criteria"] = [*given["stopping_criteria"], stop]
             call = Call(ids, target.stack.context_limit, given)
-            share = -(-call.longest // CUDA_PAGE_SIZE) * CUDA_PAGE_SIZE  # whole pages, so that all rows fit at once
-            engine = Engine(
-                target,
-                policy=self.policy if policy is None else policy,
-                exit_layer=self.exit_layer if exit_layer is None else exit_layer,
-                num_draft_tokens=self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens,
-                drafts=self.drafts,
-                datastore=Datastore.of(self.datastore),
-                max_batch_size=len(ids),
-                max_cached_tokens=len(ids) * share,
+            share = -(-call.longest // PAGE_SIZE) * PAGE_SIZE  # whole pages, so that all rows fit at once
+            engine = llm.engine(
+                max_num_cached_tokens=len(ids) * share,
                 prefill_chunk=config.prefill_chunk_size or 512,
-                exact=self.exact,
-                burst=WHOLE_BURST if self.streamer is None else None,
+                max_step_seconds=MAX_STEP_SECONDS if self.streamer is None else None,
             )
             self.completions = self._decode(engine, call)
-            target.remember(engine)
+            llm.keep_statistics(engine)
             return call.output(self.completions)
         except BaseException:
             drop_hooks_of_call(model)
@@ -147,31 +140,60 @@ class SelfSpeculative:
             return list(given or ())
         return [given]
 
-    def _decode(self, engine: Engine, call: Call) -> list[Completion]:
+    def _decode(self, engine: LLMEngine, call: Call) -> list[Sequence]:
         if self.streamer is not None:
             self.streamer.put(call.input_ids.cpu())
-        tokens: list[list[int]] = [[] for _ in map(engine.submit, call.requests())]
-        done: dict[int, Completion] = {}
+        requests = call.requests()
+        for row, request in enumerate(requests):
+            engine.add_request(str(row), request)
+        tokens: list[list[int]] = [[] for _ in requests]
+        done: dict[int, Sequence] = {}
         sent = 0
-        for round_ in engine.run():
+
+        def on_round(round_: RoundOutput) -> None:
+            nonlocal sent
             for row in round_.rows:
-                tokens[row.request_id] += row.tokens
-            done |= {row.request_id: row.completion for row in round_.rows if row.completion is not None}
+                at = int(row.sequence.request_id)
+                tokens[at] += row.token_ids
+                if row.finish_reason is not None:
+                    done[at] = row.sequence
             if self.streamer is not None:
                 block = call.columns(tokens, done, sent)
                 sent += block.shape[1]
                 if block.shape[1]:  # none while the prompt is being read
                     for part in block.T if len(tokens) > 1 else block:
                         self.streamer.put(part)
+
+        while engine.has_unfinished_requests():
+            engine.step(on_round)
         return [done[row] for row in range(len(tokens))]
 
-    def _target(self, model: nn.Module) -> Target:
+    def _llm(
+        self,
+        model: nn.Module,
+        exit_layer: int | None,
+        num_speculative_tokens: int | None,
+        policy: str | Policy | None,
+        num_rows: int,
+    ) -> LLM:
         """The model opened up: once, and again when anything has changed that a twin copies instead of sharing."""
         state = copied_state(model)
-        if self._targets.get(model, (None,))[0] != state:
+        if self._llms.get(model, (None,))[0] != state:
             refuse_unsplittable(model)
-            self._targets[model] = state, Target(make_twin(model))  # a twin, so that the model is not kept alive
-        return self._targets[model][1]
+            self._llms[model] = state, LLM(make_twin(model), prefix_cache=False)  # so that the model is not kept alive
+        llm: LLM = self._llms[model][1]
+        llm.max_num_seqs, llm.exact = num_rows, self.exact
+        llm.speculative = SpeculativeConfig(
+            policy=self.policy if policy is None else policy,
+            exit_layer=self.exit_layer if exit_layer is None else exit_layer,
+            num_speculative_tokens=(
+                self.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
+            ),
+            drafters=self.drafters,
+            corpus=self.corpus,
+            reuse_responses=False,
+        )
+        return llm
 
 
 def _refuse(model: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kw: Any) -> None:

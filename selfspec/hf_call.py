@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import abc
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -13,9 +14,8 @@ from transformers import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation import logits_process as lp
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from selfspec.decoding.generation_config import peel
-from selfspec.decoding.request import Completion, Request
-from selfspec.executors.pick import Sampling
+from selfspec.core import Request, SamplingParams, Sequence
+from selfspec.decoding.defaults import peel
 
 
 class Call:
@@ -47,11 +47,14 @@ class Call:
         return [
             Request(
                 self.input_ids[row, start:].tolist(),
-                self.max_new_tokens,
-                Sampling(**self.peeled[row][1], seed=seeds[row]),
-                eos=self.eos,
-                logits_processor=[partial(self._process, row)] if self.peeled[row][0] else [],
-                stopping_criteria=[partial(self._ends, row)] if self.criteria else [],
+                SamplingParams(
+                    **self.peeled[row][1],
+                    max_tokens=self.max_new_tokens,
+                    seed=seeds[row],
+                    logits_processors=partial(self._process, row) if self.peeled[row][0] else None,
+                ),
+                self.eos,
+                stopping_criteria=(partial(self._ends, row),) if self.criteria else (),
                 keep_logits=bool(config.return_dict_in_generate and (config.output_scores or config.output_logits)),
             )
             for row, start in enumerate(self.starts)
@@ -82,7 +85,7 @@ class Call:
         ends = self.ends if self.pad is None else [self.ends[row]]
         return all(end is not None and end <= padded.shape[1] for end in ends)
 
-    def columns(self, tokens: Sequence[list[int]], ended: Iterable[int], first: int = 0) -> Tensor:
+    def columns(self, tokens: abc.Sequence[list[int]], ended: Iterable[int], first: int = 0) -> Tensor:
         """New tokens `[B, n]` on the CPU, as far as every row has come; rows that have ended are padded."""
         lengths = [len(row) for row in tokens]
         going = lengths if self.pad is None else [n for row, n in enumerate(lengths) if row not in set(ended)]
@@ -90,8 +93,8 @@ class Call:
         padded = [[*row[first:width], *[self.pad] * (width - max(first, len(row)))] for row in tokens]
         return torch.tensor(padded, dtype=torch.int64)
 
-    def output(self, completions: Sequence[Completion]) -> Any:
-        new = self.columns([c.tokens for c in completions], range(len(completions))).to(self.input_ids)
+    def output(self, completions: abc.Sequence[Sequence]) -> Any:
+        new = self.columns([c.completion_token_ids for c in completions], range(len(completions))).to(self.input_ids)
         made: dict[str, Any] = {"sequences": torch.cat([self.input_ids, new], 1)}
         for name in ("scores", "logits"):
             if self.config.return_dict_in_generate and getattr(self.config, f"output_{name}"):

@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Lock
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,20 +24,11 @@ from selfspec.learning.student import Student
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.stack import Stack
 
+if TYPE_CHECKING:
+    from selfspec.loading.target import Target
+
 REUSE = 8  # how often a position is used for training, on average
 MOST_STEPS = 32  # maximum steps per update, during which decoding waits
-
-
-class LearnableTarget(Protocol):
-    """The part of a target that a learner uses."""
-
-    exit_heads: ExitHeads | None
-    prior: Any
-
-    @property
-    def stack(self) -> Stack: ...
-    @property
-    def default_exit_layer(self) -> int | None: ...
 
 
 class Learner:
@@ -47,7 +38,7 @@ class Learner:
     learner saves into its folder at the end.
 
     Args:
-        target: an opened model, see `selfspec.target.Target`.
+        target: an opened model, see `selfspec.loading.target.Target`.
         layers: exit layers that get heads in addition to those of the target's heads; default, where the target has no
             heads: an eighth, a quarter, three eighths and a half of the layers, and the model's own exit layer.
         share: maximum training time as a share of the decoding time; a single step may exceed it.
@@ -68,7 +59,7 @@ class Learner:
 
     def __init__(
         self,
-        target: LearnableTarget,
+        target: Target,
         *,
         layers: Iterable[int] | None = None,
         share: float = 0.05,

@@ -1,10 +1,11 @@
-"""`LLM`: a model, and how its drafts are made; `LLMEngine`: requests that come and go while it decodes."""
+"""`LLM`: a model, and how its drafts are made. `LLM.generate` and `LLM.stream` are loops over an `LLMEngine`."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Self
@@ -12,21 +13,21 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from selfspec.decoding.engine import Engine
-from selfspec.decoding.request import Request
-from selfspec.decoding.results import Round
+from selfspec.control.plan import Policy
+from selfspec.control.registry import POLICIES
+from selfspec.core import Request, SamplingParams, SpeculativeConfig
+from selfspec.decoding.defaults import Prompt
+from selfspec.decoding.engine import MAX_STEP_SECONDS, LLMEngine, OnRound, page_size_of
+from selfspec.decoding.outputs import RequestOutput
 from selfspec.drafting.datastore import Datastore
 from selfspec.errors import flag, got, whole
-from selfspec.hub import open_target
+from selfspec.learn import Learner
+from selfspec.loading.hub import open_target
+from selfspec.loading.target import Target
 from selfspec.model.exit_heads import ExitHeads
-from selfspec.outputs import Asked, Outputs, RequestOutput
-from selfspec.params import SamplingParams, SpeculativeConfig
-from selfspec.target import WHOLE_BURST, Target
 
-Prompt = str | Sequence[int] | Mapping[str, Any]  # a text, token ids, or {"prompt": ...} or {"prompt_token_ids": ...}
 Message = Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
-OnRound = Callable[[Round], None]
 
 
 class LLM:
@@ -89,7 +90,7 @@ class LLM:
         self._prefix_cache = prefix_cache if prefix_cache is None else flag("prefix_cache", prefix_cache)
         self.prefix_cache_tokens = whole("prefix_cache_tokens", prefix_cache_tokens, 0)
         self.max_num_seqs, self.exact = whole("max_num_seqs", max_num_seqs, 1), flag("exact", exact)
-        self.speculative = _config(speculative)
+        self.speculative = _checked(speculative)
         self.target: Target = open_target(
             model,
             tokenizer,
@@ -97,7 +98,7 @@ class LLM:
             device=device,
             adapter=adapter,
             exit_heads=exit_heads,
-            engine=backend,
+            backend=backend,
             quantize=quantize,
         )
         """The opened model."""
@@ -119,7 +120,7 @@ class LLM:
         """The same opened model with other drafts. Acceptance statistics and responses are its own; exit heads stay
         shared."""
         other = copy.copy(self)
-        other.target, other.speculative = copy.copy(self.target), _config(speculative)
+        other.target, other.speculative = copy.copy(self.target), _checked(speculative)
         return other
 
     def generate(
@@ -131,7 +132,7 @@ class LLM:
             prompts: one, or several: texts, lists of token ids, or mappings with "prompt" or "prompt_token_ids". Texts
                 are continued as they are; `chat` applies the chat template.
             sampling_params: for all prompts, or one for each.
-            on_round: is given every `Round` as it ends: what was drafted, accepted and planned, and its seconds.
+            on_round: is given every `RoundOutput` as it ends: what was drafted, accepted and planned, and its seconds.
 
         Returns:
             one per prompt, in their order.
@@ -139,12 +140,9 @@ class LLM:
         Raises:
             ValueError: an empty or too long prompt, or a parameter out of range.
         """
-        outputs, asked, rounds = self._rounds(prompts, sampling_params, WHOLE_BURST)
-        for round_ in rounds:
-            if on_round is not None:
-                on_round(round_)
-            outputs.collect(round_)
-        return [one.output([one.ended[index] for index in range(one.n)]) for one in asked]
+        engine = self._begin(prompts, sampling_params, MAX_STEP_SECONDS)
+        outputs = {int(output.request_id): output for output in self._loop(engine, on_round)}
+        return [outputs[at] for at in range(len(outputs))]
 
     def chat(
         self,
@@ -193,11 +191,15 @@ class LLM:
 
         `request_id` is the prompt's index. Arguments are checked at the call.
         """
-        outputs, _, rounds = self._rounds(prompts, sampling_params, None)
-        return _streamed(outputs, rounds, on_round)
+        return self._loop(self._begin(prompts, sampling_params, None), on_round)
 
     def engine(
-        self, *, max_num_seqs: int | None = None, max_num_cached_tokens: int | None = None, prefill_chunk: int = 512
+        self,
+        *,
+        max_num_seqs: int | None = None,
+        max_num_cached_tokens: int | None = None,
+        prefill_chunk: int = 512,
+        max_step_seconds: float | None = None,
     ) -> LLMEngine:
         """An engine for requests that come and go.
 
@@ -206,188 +208,96 @@ class LLM:
             max_num_cached_tokens: tokens whose keys and values fit at once, over all sequences; requests wait until
                 theirs fit. Default: 2,048, or the model's context, for each sequence.
             prefill_chunk: most prompt tokens read in a step, so that long prompts do not hold up running sequences.
+            max_step_seconds: seconds after which no further round of a step begins; default: a thirtieth.
 
         Raises:
             ValueError: an argument out of range.
         """
         most = self.max_num_seqs if max_num_seqs is None else whole("max_num_seqs", max_num_seqs, 1)
-        if max_num_cached_tokens is not None:
-            whole("max_num_cached_tokens", max_num_cached_tokens, 1)
-        return LLMEngine(self, most, max_num_cached_tokens, prefill_chunk)
+        sizes: dict[str, Any] = {"max_num_cached_tokens": max_num_cached_tokens, "prefill_chunk": prefill_chunk}
+        return self._engine(most, **sizes, max_step_seconds=max_step_seconds, prefix_cache=self.prefix_cache)
 
-    def requests(self, asked: Asked, prompt: Prompt, params: SamplingParams) -> list[Request]:
-        """The internal requests of one prompt: `n` of them, with seeds of their own.
+    def keep_statistics(self, engine: LLMEngine) -> None:
+        """Let later calls and engines start from what the policy of a running engine has learned of acceptance."""
+        self.target.policies.learn_from(engine.policy)
 
-        Raises:
-            ValueError: see `generate`.
-        """
-        given: Any = _content(prompt)
-        [request] = self.target.requests([given], params.options())
-        asked.prompt, asked.prompt_token_ids = given if isinstance(given, str) else None, list(request.prompt)
-        if params.n == 1:
-            return [request]
-        if request.sampling.temperature == 0:
-            raise ValueError(f"n must be 1 with greedy decoding, whose outputs are all the same, got {params.n}")
-        others = [request.with_seed(params.seed + i) for i in range(1, params.n)]
-        return [request, *[replace(other, prompt_logprobs=None) for other in others]]  # one of them reads it for all
+    def _engine(self, max_num_seqs: int, **options: Any) -> LLMEngine:
+        """An engine with this LLM's policy, corpus, responses and learner."""
+        config, target = self.speculative, self.target
+        stack = target.refresh(self.exact)
+        learner = target.learner_of(config)
+        return LLMEngine(
+            stack,
+            target.policy(config, max_num_seqs, self.exact),
+            target.defaults,
+            max_num_seqs=max_num_seqs,
+            learner=learner,
+            corpus=Datastore.of(config.corpus, self.tokenizer),
+            responses=target.responses if config.reuse_responses else None,
+            **options,
+        )
 
-    def _rounds(
-        self, prompts: Prompt | Sequence[Prompt], params: Params, burst: float | None
-    ) -> tuple[Outputs, list[Asked], Iterator[Round]]:
+    def _begin(self, prompts: Prompt | Sequence[Prompt], params: Params, max_step_seconds: float | None) -> LLMEngine:
+        """An engine of the size of these prompts, which wait in it; keys and values are those of the call before."""
         several = several_prompts(prompts)
-        outputs, all_asked, requests = Outputs(self.tokenizer), list[Asked](), list[Request]()
-        for at, (prompt, own) in enumerate(zip(several, _each(params, len(several)), strict=True)):
-            asked = Asked(str(at), None, [], own.n)
-            for index, request in enumerate(self.requests(asked, prompt, own)):
-                outputs.add(len(requests), asked, index)
-                requests.append(request)
-            all_asked.append(asked)
-        drafting = self.speculative.drafting()
-        rounds = self.target.rounds(
-            requests,
-            **drafting,
-            max_batch_size=self.max_num_seqs,
-            exact=self.exact,
-            burst=burst,
-            prefix_cache_tokens=self.prefix_cache_tokens if self.prefix_cache else None,
-        )
-        return outputs, all_asked, rounds
-
-
-class LLMEngine:
-    """Requests join and leave between steps. Made by `LLM.engine`.
-
-    Example:
-        >>> engine = llm.engine()
-        >>> engine.add_request("a", "def mean(values):", SamplingParams(max_tokens=32))
-        >>> while engine.has_unfinished_requests():
-        ...     for output in engine.step():
-        ...         print(output.request_id, output.outputs[0].text)
-    """
-
-    def __init__(self, llm: LLM, max_num_seqs: int, max_num_cached_tokens: int | None, prefill_chunk: int) -> None:
-        drafting = llm.speculative.drafting()
-        target, store, learn = llm.target, drafting.pop("datastore"), drafting.pop("learn")
-        reuse = drafting.pop("reuse_responses")
-        self._llm, self._outputs = llm, Outputs(llm.tokenizer)
-        self._engine = Engine(
-            target,
-            **drafting,
-            datastore=Datastore.of(store, llm.tokenizer),
-            responses=target.responses if reuse else None,
-            learn=target.learner_of(learn, llm.speculative.exit_layer),
-            max_batch_size=max_num_seqs,
-            max_cached_tokens=max_num_cached_tokens,
-            prefill_chunk=prefill_chunk,
-            exact=llm.exact,
-            prefix_cache=llm.prefix_cache,
-        )
-        self._rows: dict[str, list[int]] = {}
-        self._made: list[RequestOutput] = []  # and not handed out, since `on_round` raised
-
-    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:
-        """Queue a prompt.
-
-        Args:
-            request_id: a text that no unfinished request has.
-
-        Raises:
-            ValueError: what `LLM.generate` refuses, or a `request_id` that is in use.
-            CacheFullError: the request could never fit into `max_num_cached_tokens`.
-        """
-        name: Any = request_id
-        if not isinstance(name, str) or name in self._rows or not name:
-            raise ValueError(f"request_id must be a text that no unfinished request has, got {request_id!r}")
-        [own] = _each(params, 1)
-        asked = Asked(request_id, None, [], own.n)
-        rows = list[int]()
+        pairs = zip(several, _each(params, len(several)), strict=True)
+        made = [self.target.defaults.requests(prompt, own) for prompt, own in pairs]
+        requests = [request for _, own in made for request in own]
+        stack = self.target.refresh(self.exact)
+        batch, longest = max(1, min(self.max_num_seqs, len(requests))), self._longest(requests)
+        prefix: Any = False
+        if self.prefix_cache:
+            kept = self.prefix_cache_tokens if stack.ranks is None else 0
+            prefix = self.target.prefixes.take(stack, batch * longest, kept, page_size_of(stack))
+        engine: LLMEngine | None = None
         try:
-            for request in self._llm.requests(asked, prompt, own):
-                rows.append(self._engine.submit(request))
+            engine = self._engine(
+                batch,
+                max_num_cached_tokens=batch * longest,
+                max_step_seconds=max_step_seconds,
+                prefix_cache=prefix,
+                final_only=max_step_seconds is not None,
+            )
+            for at, (text, own) in enumerate(made):
+                engine.add_prepared(str(at), text, own)
         except BaseException:
-            for row in rows:
-                self._engine.cancel(row)
+            if engine is not None:
+                self._end(engine)
+            elif prefix:
+                self.target.prefixes.keep(stack, prefix, self.prefix_cache_tokens)
             raise
-        for index, row in enumerate(rows):
-            self._outputs.add(row, asked, index)
-        self._rows[request_id] = rows
+        return engine
 
-    def step(self, on_round: OnRound | None = None) -> list[RequestOutput]:
-        """Admit what fits, read prompts, and decode a few rounds.
+    def _longest(self, requests: list[Request]) -> int:
+        """Tokens of the longest sequence in whole pages, so that every sequence of a full batch has its own."""
+        stack = self.target.stack
+        lengths = [len(request.prompt_token_ids) + request.max_tokens for request in requests]
+        longest = min(max(lengths, default=1), stack.context_limit)
+        return longest + -longest % page_size_of(stack)
 
-        Returns:
-            what is new of every request, in the order in which it was decoded; texts add up to the whole. Where
-            `on_round` or a logits processor raises, the next step returns what this one had.
-        """
-        rounds = self._engine.step()
-        for output in self._outputs.deltas(rounds):
-            self._made.append(output)
-            if output.finished:
-                del self._rows[output.request_id]
-        for round_ in rounds:
-            if on_round is not None:
-                on_round(round_)
-        made, self._made = self._made, []
-        return made
+    def _loop(self, engine: LLMEngine, on_round: OnRound | None) -> Iterator[RequestOutput]:
+        """Steps until nothing is left to do. What the engine's policy learned is where the next one starts."""
+        is_exiting = sys.is_finalizing  # a local, since modules are empty when the interpreter closes open generators
+        try:
+            while engine.has_unfinished_requests():
+                yield from engine.step(on_round)
+        except GeneratorExit:  # between two steps
+            if not is_exiting():
+                self._end(engine)
+            raise
+        except BaseException:  # anywhere: nobody knows what state the policy is in
+            with suppress(Exception):  # what was raised matters more than statistics
+                self.keep_statistics(engine)
+            raise
+        self._end(engine)
 
-    def abort(self, request_id: str) -> None:
-        """End a request; the next step reports it with the finish reason "abort". Unknown ids are left alone."""
-        for row in self._rows.get(request_id, ()):
-            self._engine.cancel(row)
-
-    def has_unfinished_requests(self) -> bool:
-        """Whether a request waits or runs, or an end is still to be reported."""
-        return self._engine.has_work or bool(self._made)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait for a place, every one of their `n` outputs counted."""
-        return self._engine.num_waiting
-
-    @property
-    def num_running(self) -> int:
-        """Outputs that have a place: their prompts are read, or they are decoded."""
-        return len(self._engine.rows)
-
-    @property
-    def running(self) -> set[str]:
-        """The ids of the requests of which an output has a place."""
-        running = {row.request_id for row in self._engine.rows}
-        return {name for name, rows in self._rows.items() if not running.isdisjoint(rows)}
-
-    @property
-    def max_num_cached_tokens(self) -> int:
-        """Tokens whose keys and values fit at once."""
-        return self._engine.cache.room
-
-    @property
-    def kv_cache_usage(self) -> float:
-        """The share of the cache's pages that running requests hold, in 0..1."""
-        return self.num_pages_in_use / self.num_pages
-
-    def remember(self) -> None:
-        """Keep what was learned of acceptance; the LLM's next call or engine starts from it."""
-        self._llm.target.remember(self._engine)
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of keys and values."""
-        return self._engine.cache.num_pages
-
-    @property
-    def num_pages_in_use(self) -> int:
-        """Those that running requests hold. The others are free, or are freed when they are needed."""
-        return self._engine.num_pages_in_use
-
-    @property
-    def prefix_queries(self) -> int:
-        """Prompt tokens of requests that began to run, since the engine was made; 0 without a prefix cache."""
-        return self._engine.prefix_queries
-
-    @property
-    def prefix_hits(self) -> int:
-        """Those of them whose keys and values were there already."""
-        return self._engine.prefix_hits
+    def _end(self, engine: LLMEngine) -> None:
+        """Keep for later calls what an engine learned and read."""
+        self.target.keep_policy(engine.policy, self.speculative, self.exact)
+        engine.close()
+        if engine.prefix is not None:
+            kept = self.prefix_cache_tokens if engine.stack.ranks is None else 0
+            self.target.prefixes.keep(engine.stack, engine.prefix, kept)
 
 
 def several_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -402,16 +312,6 @@ def several_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(given)
 
 
-def _content(prompt: Any) -> Any:
-    """The text or the token ids of a prompt."""
-    if not isinstance(prompt, Mapping):
-        return prompt
-    found = [prompt[name] for name in ("prompt_token_ids", "prompt") if name in prompt]
-    if not found:
-        raise ValueError(f"a prompt's mapping must have 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
-    return found[0]
-
-
 def _each(params: Any, count: int) -> list[SamplingParams]:
     """The parameters of every prompt."""
     several = [SamplingParams() if params is None else params] * count
@@ -424,14 +324,18 @@ def _each(params: Any, count: int) -> list[SamplingParams]:
     return several
 
 
-def _config(given: Any) -> SpeculativeConfig:
-    if isinstance(given, SpeculativeConfig | None):
-        return given or SpeculativeConfig()
-    raise ValueError(f"speculative must be a SpeculativeConfig, got {given!r}")
+def _checked(given: Any) -> SpeculativeConfig:
+    """A configuration whose policy exists.
 
-
-def _streamed(outputs: Outputs, rounds: Iterator[Round], on_round: OnRound | None) -> Iterator[RequestOutput]:
-    for round_ in rounds:
-        if on_round is not None:
-            on_round(round_)
-        yield from outputs.deltas([round_])
+    Raises:
+        ValueError: it does not, or `given` is no `SpeculativeConfig`.
+    """
+    if given is not None and not isinstance(given, SpeculativeConfig):
+        raise ValueError(f"speculative must be a SpeculativeConfig, got {given!r}")
+    config = given or SpeculativeConfig()
+    is_name = isinstance(config.policy, str) and config.policy in POLICIES
+    if not (config.policy is None or isinstance(config.policy, Policy) or is_name):
+        raise ValueError(f"policy must be one of {', '.join(POLICIES)}, or a selfspec.Policy, {got(config.policy)}")
+    if not isinstance(config.learn, bool | Learner):
+        raise ValueError(f"learn must be True, False or a selfspec.learn.Learner, {got(config.learn)}")
+    return config

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 
-from selfspec.control.costs import Costs
-from selfspec.control.plan import UNBOUNDED_ROUNDS, Plan, Policy
-from selfspec.control.rows import RowState
-from selfspec.decoding.engine import Engine
-from selfspec.decoding.results import Round
+from selfspec.control.plan import Policy
+from selfspec.core import UNBOUNDED_ROUNDS, Plan, Request, RoundOutput, SamplingParams, Sequence
+from selfspec.decoding.defaults import GenerationDefaults
+from selfspec.decoding.engine import LLMEngine
 from selfspec.model.draft_vocabulary import Frequencies
 from selfspec.model.stack import Stack
 
@@ -18,24 +18,11 @@ ROUNDS, MOST_ROUNDS, SPAN = 32, 128, 0.03
 PROMPT = 2  # tokens
 
 
-class _PlainTarget:
-    """A stand-in for a target, sufficient for plain decoding."""
-
-    tokenizer = prior = stored = default_exit_layer = default_num_draft_tokens = None
-    eos_token_ids: frozenset[int] = frozenset()
-
-    def __init__(self, stack: Stack) -> None:
-        self.stack = self.exact_stack = stack
-
-    def costs(self, batch_size: int = 1, exact: bool = False) -> Costs:
-        raise NotImplementedError("plain decoding needs no costs")
-
-
 class _PlainAfterPrefill(Policy):
     """Plain decoding whose first program is one round, so that prefill is not timed."""
 
-    def plan(self, rows: Sequence[RowState]) -> Plan:
-        is_new = rows[0].content_length == PROMPT
+    def plan(self, rows: list[Sequence]) -> Plan:
+        is_new = rows[0].num_tokens == PROMPT
         return Plan(None, (0,) * len(rows), num_rounds=1 if is_new else UNBOUNDED_ROUNDS)
 
 
@@ -47,32 +34,39 @@ class EngineOverhead:
     """
 
     def __init__(self, stack: Stack, now: Callable[[], float]) -> None:
-        self._target, self._now = _PlainTarget(stack), now
-        self._engines: dict[int, Engine] = {}  # by number of rows
+        self._stack, self._now = stack, now
+        self._engines: dict[int, LLMEngine] = {}  # by number of rows
 
     @property
     def fits(self) -> bool:
         """Whether the context limit allows enough rounds."""
-        return self._target.stack.context_limit > PROMPT + ROUNDS
+        return self._stack.context_limit > PROMPT + ROUNDS
 
-    def seconds(self, tokens: Sequence[int], forward: float = SPAN) -> float:
+    def seconds(self, tokens: abc.Sequence[int], forward: float = SPAN) -> float:
         """Seconds of overhead per round. Each token starts a row; `forward` is the approximate time of a round."""
-        rows, longest = len(tokens), self._target.stack.context_limit - PROMPT - 1
+        rows, longest = len(tokens), self._stack.context_limit - PROMPT - 1
         count = min(MOST_ROUNDS, longest, max(ROUNDS, int(SPAN / max(forward, SPAN / MOST_ROUNDS))))
         engine = self._engines.get(rows)
         if engine is None:
-            room = rows * (PROMPT + MOST_ROUNDS + 1)
-            engine = Engine(self._target, policy=_PlainAfterPrefill(), max_batch_size=rows, max_cached_tokens=room)
+            capacity = rows * (PROMPT + MOST_ROUNDS + 1)
+            engine = LLMEngine(
+                self._stack,
+                _PlainAfterPrefill(),
+                GenerationDefaults(),
+                max_num_seqs=rows,
+                max_num_cached_tokens=capacity,
+            )
             engine.frequencies = Frequencies(engine.stack.vocab_size)  # random tokens must not be counted
             self._engines[rows] = engine
-        for token in tokens:
-            engine.submit([0] * (PROMPT - 1) + [token], max_new_tokens=count + 2)
+        for at, token in enumerate(tokens):
+            params = SamplingParams(max_tokens=count + 2)
+            engine.add_request(str(at), Request([0] * (PROMPT - 1) + [token], params))
         engine.step()
-        start, rounds = self._now(), list[Round]()
+        start, rounds = self._now(), list[RoundOutput]()
         while len(rounds) < count:
-            rounds += engine.step()
+            engine.step(rounds.append)
         taken = self._now() - start
-        for _ in engine.run():
-            pass  # until the rows end
+        while engine.has_unfinished_requests():
+            engine.step()
         forwards = [one.seconds.verify + one.seconds.head + one.seconds.pick for one in rounds]
         return max(0.0, taken - sum(forwards)) / len(rounds)

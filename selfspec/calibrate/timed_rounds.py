@@ -9,15 +9,11 @@ from typing import cast
 
 import torch
 
-from selfspec.control.plan import LOOKUP, Plan
-from selfspec.control.rows import StageSeconds
-from selfspec.decoding.request import Request
-from selfspec.decoding.row import Row
+from selfspec.core import LOOKUP, Draft, Plan, Request, RoundOutput, SamplingParams, Sequence, StageSeconds
 from selfspec.decoding.stopping import Stopper
-from selfspec.drafting.prompt_lookup import Guess
-from selfspec.executors.pick import Sampling
+from selfspec.drafting.row_lookup import RowLookup
+from selfspec.executors.base import RoundDraft
 from selfspec.executors.picker import Picker
-from selfspec.executors.program import Executed, RoundDraft
 from selfspec.executors.select import executors_for
 from selfspec.executors.shadow import shadow_picks
 from selfspec.model.kv_cache import PagedCache
@@ -93,11 +89,13 @@ class TimedRounds:
         for i, token in enumerate(self.given(num_rows, 0).tolist()):
             away = round(RAGGED * (i % 8 - mean)) + uneven * (i % 2)
             content = [0] * max(0, min(start + away, most - 1 - drafted)) + [token]
-            rows.append(Row(i, Request([0]), stopper, tuple(pages[i]), content))
+            row = Sequence(i, Request([0]), content, most, stopper=stopper, new_lookup=RowLookup)
+            row.pages = tuple(pages[i])
+            rows.append(row)
         executor = next(one for one in self._executors[is_far] if one.serves(rows, plan))
         if plan.exit_layer == LOOKUP:
-            guesses = [Guess([0] * length, length) for length in plan.draft_lengths]
-            rounds = [executor.round(rows, RoundDraft(plan, guesses))]
+            given = [Draft([0] * length, length) for length in plan.draft_lengths]
+            rounds = [executor.round(rows, RoundDraft(plan, given))]
         elif further:
             rounds = [*executor.run(rows, replace(plan, num_rounds=1 + further), 1.0)]
         else:
@@ -106,7 +104,7 @@ class TimedRounds:
         half = len(coming) // 2
         if coming:
             before = [rounds[0], *coming[: half + (len(coming) - half) // 2]]
-            emitted = sum([len(verdict.block) for each in before for verdict in each.verdicts])
+            emitted = sum([len(row.token_ids) for each in before for row in each.rows])
             self._grown[num_rows, context, plan] = min(context, emitted // num_rows)
         return [cast(_Laps, one.seconds).taken for one in (rounds[0], *coming[half:])]
 
@@ -137,18 +135,17 @@ class TimedRounds:
 
 def shadow_seconds(stack: Stack, picker: Picker, hidden: torch.Tensor, now: Callable[[], float]) -> float:
     """Seconds of shadow picks of all layers at the positions of `hidden`, `[N, hidden_size]`."""
-    sampling, at, scores = [Sampling()] * len(hidden), range(len(hidden)), stack.logits(hidden)
+    params, at, scores = [SamplingParams()] * len(hidden), range(len(hidden)), stack.logits(hidden)
     layers = range(1, stack.num_layers)
     seen = hidden.expand(len(layers), -1, -1).contiguous()
     start = now()
-    shadow_picks(stack, picker, layers, seen, sampling, at, scores, scores.argmax(-1))
+    shadow_picks(stack, picker, layers, seen, params, at, scores, scores.argmax(-1))
     return now() - start
 
 
-def _is_whole(round_: Executed, plan: Plan) -> bool:
+def _is_whole(round_: RoundOutput, plan: Plan) -> bool:
     """Whether all rows drafted as many tokens as planned."""
-    drafted = [verdict.chain or len(verdict.drafted) for verdict in round_.verdicts]
-    return drafted == list(plan.draft_lengths)
+    return [row.num_drafted for row in round_.rows] == list(plan.draft_lengths)
 
 
 def _rows(stack: Stack, count: int, room: int) -> tuple[PagedCache, list[list[int]]]:

@@ -5,27 +5,22 @@ goodput as the objective (SmartSpec, arXiv 2406.14066; Synergy, arXiv 2310.18813
 arXiv 2405.19715), draft lengths for ragged batches (DSDE, arXiv 2509.01083), and prompt lookup by its acceptance rate.
 
 A decision chooses how layers draft (`planner`) and how many tokens are drafted by lookup after a match of each length
-(`ngrams`). It holds for all rounds until the next decision. `schedule` says when to decide and when to probe layers;
-`correction` corrects predicted times and forecast tokens by measured ones.
+(`ngrams`). It holds for all rounds until the next decision. `timing` says when to decide and when to probe layers, and
+corrects predicted times and forecast tokens by measured ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections import abc
+from typing import TYPE_CHECKING, Any
 
-from selfspec.control.acceptance import Agreement, SecondRates, Tracker
-from selfspec.control.correction import BY_COPIES, BY_EXIT, BY_LOOKUP, Correction, ForecastRatio, kind_of
+from selfspec.control.acceptance import Agreement, TokenClock, Tracker
 from selfspec.control.costs import Costs
-from selfspec.control.decay import TokenClock
 from selfspec.control.ngrams import NgramStats, table
 from selfspec.control.plan import (
-    DRAFTS,
-    LOOKUP,
     OWN_TEXT,
     SEED_POSITIONS,
     LookupTable,
-    Plan,
     Policy,
     ShadowPlan,
     confidence_bins,
@@ -33,8 +28,11 @@ from selfspec.control.plan import (
 )
 from selfspec.control.planner import HANDICAP, MARGIN, Decision, Evidence, could_pay, decide
 from selfspec.control.round_costs import MOST, MOST_FOUND, Drafters, RoundCosts, recorded_exits
-from selfspec.control.rows import RoundOutcome, RowOutcome, RowState, Shadow, Vocabulary
-from selfspec.control.schedule import Schedule
+from selfspec.control.timing import BY_COPIES, BY_EXIT, BY_LOOKUP, Correction, ForecastRatio, Schedule, kind_of
+from selfspec.core import DRAFTERS, LOOKUP, Plan, RoundOutput, RowRound, Sequence, ShadowPicks
+
+if TYPE_CHECKING:
+    from selfspec.model.draft_vocabulary import Frequencies
 
 MIN_PICKS = 12.0  # lasting observations from which on a layer's acceptance counts as measured
 CONTEXT_STEP = 64  # growth of the rows in tokens after which round costs are computed again
@@ -49,49 +47,48 @@ class Adaptive(Policy):
         prior: the `state` of an earlier instance for the same model.
         exit_layers: exit layers to choose from; default: all, or `recorded_exits` where rounds are recorded.
         most: maximum draft length; default: no limit beyond `MOST` and `MOST_FOUND`.
-        drafts: sources of drafts, some of `DRAFTS`.
+        drafters: where drafts may come from, some of `DRAFTERS`.
     """
 
     def __init__(
         self,
         costs: Costs,
         prior: Any = None,
-        exit_layers: Sequence[int] | None = None,
+        exit_layers: abc.Sequence[int] | None = None,
         most: int | None = None,
-        drafts: Sequence[str] = DRAFTS,
+        drafters: abc.Sequence[str] = DRAFTERS,
     ) -> None:
         self.costs = costs
         self._most = MOST if most is None else min(most, MOST)
         self._most_found = MOST_FOUND if most is None else min(most, MOST_FOUND)
         every = range(1, costs.num_layers) if costs.recorded is None else recorded_exits(costs.num_layers)
-        self._layers = sorted(set(exit_layers or every)) if "exit" in drafts else []
-        self._looks_up, self._may_copy = "lookup" in drafts, "copies" in drafts
+        self._layers = sorted(set(exit_layers or every)) if "exit" in drafters else []
+        self._looks_up, self._may_copy = "lookup" in drafters, "copies" in drafters
         known = prior if isinstance(prior, dict) else {}
         self.tracker = Tracker(costs.num_layers, prior)
         """Acceptance statistics of all layers."""
         self._clock = TokenClock()
         self._agreement = Agreement(costs.num_layers, self._clock, known.get("agreement"))
-        self._seconds = SecondRates(costs.num_layers) if "tree" in drafts else None
         self._ngrams = NgramStats(self._clock)
         self._correction = Correction(_identity_of(costs), known.get("correction"))
         self._layer_forecasts, self._lookup_forecasts = ForecastRatio(self._clock), ForecastRatio(self._clock)
         self._has_prior = any(self.tracker.num_lasting(layer) >= MIN_PICKS for layer in self._layers)
         self._schedule = Schedule(costs, self._has_prior)
-        self._vocabulary: Vocabulary | None = None
+        self._vocabulary: Frequencies | None = None
         self._has_copies = False
         self._drafters = Drafters(costs)
         self._round_costs: RoundCosts | None = None
         self._round_costs_for = (0, 0)
         self.decision = Decision()
         self._lookups: LookupTable | None = None
-        self._rows: list[tuple[int, int]] = []  # identities of the rows of the last decision, see `RowState.identity`
+        self._rows: list[tuple[int, int]] = []  # identities of the rows of the last decision, see `Sequence.identity`
         self._has_processors = False  # whether any of these rows has processors
-        self._context_lengths: Sequence[int] = (0,)  # tokens per row
+        self._context_lengths: abc.Sequence[int] = (0,)  # tokens per row
         self._round = 0
 
     # -------------------------------------------------------------------------------------------------------- setters
 
-    def set_vocabulary(self, vocabulary: Vocabulary | None) -> None:
+    def set_vocabulary(self, vocabulary: Frequencies | None) -> None:
         if vocabulary is not self._vocabulary:
             self._vocabulary = vocabulary
             self._reset_drafters()
@@ -112,7 +109,7 @@ class Adaptive(Policy):
         self._correction = Correction(_identity_of(self.costs), correction)
 
     def forget_rows(self) -> None:
-        """Drop the statistics of single rows. Later rows may then have the same request ids."""
+        """Drop the statistics of single rows. Later rows may then have the same sequence ids."""
         self._rows = []
         self._ngrams.keep_rows(())
 
@@ -123,26 +120,26 @@ class Adaptive(Policy):
 
     # -------------------------------------------------------------------------------------------------------- probing
 
-    def seed_layers(self, row: RowState) -> tuple[int, ...]:
+    def seed_layers(self, row: Sequence) -> tuple[int, ...]:
         """Layers to probe at the end of the first prompt, within `SEED_SHARE`; none where there is a prior."""
         if self._has_prior or self._rows or not self._layers:
             return ()
-        positions = min(SEED_POSITIONS, row.content_length - 1)
-        budget = SEED_SHARE * row.room * self.costs.plain_round(1)
-        layers = could_pay(self._costs_of(1, row.content_length), self._layers, HANDICAP, 1.0)
+        positions = min(SEED_POSITIONS, row.num_tokens - 1)
+        budget = SEED_SHARE * row.num_remaining * self.costs.plain_round(1)
+        layers = could_pay(self._costs_of(1, row.num_tokens), self._layers, HANDICAP, 1.0)
         count = len(layers)
         while count and self.costs.seed(count, positions) > budget:
             count -= 1
         return tuple(layers[i * len(layers) // count] for i in range(count)) if count else ()
 
-    def seed(self, row: RowState, shadow: Shadow) -> None:
+    def seed(self, row: Sequence, shadow: ShadowPicks) -> None:
         self.tracker.add_shadow(shadow)
         self._schedule.decide_now()
 
     # ------------------------------------------------------------------------------------------------------- planning
 
-    def plan(self, rows: Sequence[RowState]) -> Plan:
-        self._context_lengths = [row.content_length for row in rows]
+    def plan(self, rows: list[Sequence]) -> Plan:
+        self._context_lengths = [row.num_tokens for row in rows]
         has_processors, schedule = any(row.has_processors for row in rows), self._schedule
         if schedule.is_due or has_processors != self._has_processors or [row.identity for row in rows] != self._rows:
             self._has_processors = has_processors
@@ -169,7 +166,7 @@ class Adaptive(Policy):
         # A plain round with always the same layers, so that few recordings of parts are made for probes.
         return self._schedule.probe(tuple(self._layers) if layers else (), num_rows, 1.0)
 
-    def _decide(self, rows: Sequence[RowState]) -> None:
+    def _decide(self, rows: list[Sequence]) -> None:
         """Choose how layers draft, and draft lengths by match length."""
         before, identities, count = self.decision, [row.identity for row in rows], len(rows)
         is_other = identities != self._rows
@@ -198,15 +195,15 @@ class Adaptive(Policy):
         margin = 1.0 if self._agreement.is_known else MARGIN
         agreement, seen = self._agreement.ratios(), self.tracker.lasting.sum((0, 2))
         forecast = self._layer_forecasts.ratio
-        return Evidence(right, share, seen, agreement, forecast, time_ratios, margin, self._seconds)
+        return Evidence(right, share, seen, agreement, forecast, time_ratios, margin)
 
-    def _table(self, rows: Sequence[RowState], round_costs: RoundCosts) -> LookupTable | None:
+    def _table(self, rows: list[Sequence], round_costs: RoundCosts) -> LookupTable | None:
         rates = []
         for row in rows:
             if row.lookup is not None:
-                self._ngrams.take(row.lookup.take_tally(), row.request_id)
-            rates.append(self._ngrams.rates(row.request_id))
-        self._ngrams.keep_rows([row.request_id for row in rows])
+                self._ngrams.take(row.lookup.take_tally(), row.seq_id)
+            rates.append(self._ngrams.rates(row.seq_id))
+        self._ngrams.keep_rows([row.seq_id for row in rows])
         return table(rates, round_costs, self.decision.usual, self._lookup_forecasts.ratio, self._most_found)
 
     def _costs_of(self, num_rows: int, context: float) -> RoundCosts:
@@ -223,24 +220,24 @@ class Adaptive(Policy):
 
     # ------------------------------------------------------------------------------------------------------- learning
 
-    def observe(self, plan: Plan, rounds: Sequence[RoundOutcome]) -> None:
+    def observe(self, plan: Plan, rounds: list[RoundOutput]) -> None:
         rows = {identity[0]: line for line, identity in enumerate(self._rows)}
         for round_ in rounds:
             self._round += 1
             self._observe(plan, round_, rows)
 
-    def _observe(self, plan: Plan, round_: RoundOutcome, lines: dict[int, int]) -> None:
-        """Count one round; `lines` maps request ids to rows of the lookup table."""
+    def _observe(self, plan: Plan, round_: RoundOutput, lines: dict[int, int]) -> None:
+        """Count one round; `lines` maps sequence ids to rows of the lookup table."""
         outcomes, seconds, exit_layer = round_.rows, round_.seconds, round_.exit_layer
         count = max(1, len(outcomes))
         emitted = sum([outcome.num_emitted for outcome in outcomes]) / count
         self._clock.tokens += emitted
         self.tracker.pass_time(emitted)
-        if self._seconds is not None:
-            self._seconds.pass_time(emitted)
         if exit_layer == LOOKUP and plan.lookups is not None:
             gains = [
-                plan.lookups.gains[lines[o.request_id]][lookup_bin(o.match, o.source)] for o in outcomes if o.match
+                plan.lookups.gains[lines[o.seq_id]][lookup_bin(o.match_length, o.source)]
+                for o in outcomes
+                if o.match_length
             ]
             self._lookup_forecasts.add(emitted, 1 + sum(gains) / count)
         elif exit_layer:
@@ -250,7 +247,7 @@ class Adaptive(Policy):
                 self.tracker.add_shadow(outcome.shadow)
             if outcome.source != OWN_TEXT:  # whose tally counts every token, drafted or not
                 drafted, right = outcome.num_drafted, outcome.num_accepted
-                self._ngrams.add(outcome.match, drafted, right, outcome.request_id, outcome.source)
+                self._ngrams.add(outcome.match_length, drafted, right, outcome.seq_id, outcome.source)
         is_compared, is_probe = self._schedule.block > 0, any(o.shadow is not None for o in outcomes)
         forwards = seconds.draft + seconds.verify + seconds.head
         # Where rounds are recorded, a probe takes a plain round's time, too; else it is part of a drafted round.
@@ -261,19 +258,17 @@ class Adaptive(Policy):
             self._compare_with_costs(plan, round_)
         self._context_lengths = [held + round(emitted) for held in self._context_lengths]
 
-    def _compare_with_costs(self, plan: Plan, round_: RoundOutcome) -> None:
+    def _compare_with_costs(self, plan: Plan, round_: RoundOutput) -> None:
         outcomes, seconds, exit_layer = round_.rows, round_.seconds, round_.exit_layer
-        drafted, second_choices = [o.num_drafted for o in outcomes], [o.num_beside for o in outcomes]
+        drafted = [o.num_drafted for o in outcomes]
         context, share = self.costs.context_of(self._context_lengths), self._drafters.share(plan.draft_vocab)
         copies = plan.draft_bits is not None
-        expected = self.costs.stages(
-            exit_layer, drafted, context, second_choices if any(second_choices) else [], share, copies
-        )
+        expected = self.costs.stages(exit_layer, drafted, context, share, copies)
         took = seconds.draft + seconds.verify + seconds.head + seconds.pick
         kind = kind_of(exit_layer, plan.draft_bits)
         self._correction.add(kind, len(outcomes), sum(expected.values()) - expected["rest"], took)
 
-    def _observe_draft(self, plan: Plan, exit_layer: int, outcomes: Sequence[RowOutcome], emitted: float) -> None:
+    def _observe_draft(self, plan: Plan, exit_layer: int, outcomes: list[RowRound], emitted: float) -> None:
         """Count the judged tokens of drafts by layers or copies."""
         rounds, longest = self.decision.rounds, max([outcome.num_drafted for outcome in outcomes])
         if plan.draft_bits is None or self._agreement.is_known:
@@ -281,11 +276,8 @@ class Adaptive(Policy):
         judged = []
         for outcome in outcomes:
             # A target token outside the draft vocabulary is counted in the vocabulary's coverage, not as a miss.
-            counted = outcome.num_accepted if outcome.is_left_out else outcome.num_judged
+            counted = outcome.num_accepted if outcome.is_outside_vocab else outcome.num_judged
             judged.append((outcome.num_accepted, outcome.confidences[:counted]))
-            if outcome.second is not None and self._seconds is not None:
-                confidence = outcome.confidences[outcome.num_accepted]
-                self._seconds.add(exit_layer, confidence, outcome.second)
         if plan.draft_bits is not None and self.tracker.num_lasting(exit_layer) >= MIN_PICKS:
             if plan.stop is not None:
                 covered = self._agreement.ratios()[exit_layer - 1]

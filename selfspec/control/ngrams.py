@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from selfspec.control.decay import Decayed, Floats, TokenClock
+from selfspec.control.acceptance import Decayed, Floats, TokenClock
 from selfspec.control.plan import MATCH_EDGES, NUM_LOOKUP_BINS, SOURCES, LookupTable, lookup_bin
 from selfspec.control.round_costs import MOST_FOUND, MOST_PACKED, RoundCosts
-from selfspec.control.rows import Tally
+
+if TYPE_CHECKING:
+    from selfspec.drafting.ngram_index import Tally
 
 SHORTEST = (1, *MATCH_EDGES)  # the shortest match length of each bin
 PRIOR = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.99, 0.99)  # acceptance rate by match bin without observations
@@ -43,37 +46,37 @@ class NgramStats:
         if len(self._rows) > len(rows):
             self._rows = {row: self._rows[row] for row in rows if row in self._rows}
 
-    def take(self, tally: Tally, request_id: int) -> None:
+    def take(self, tally: Tally, seq_id: int) -> None:
         """Add a row's tally of its own text. The first one is its prompt: at most `MOST_OF_PROMPT` observations."""
-        is_prompt = request_id not in self._rows
+        is_prompt = seq_id not in self._rows
         share = min(1.0, MOST_OF_PROMPT / max(1, tally.num_tokens)) if is_prompt else 1.0
-        own = self._own(request_id)
+        own = self._own(seq_id)
         for at, (right, seen) in enumerate(zip(tally.right, tally.seen, strict=True)):
             if seen:
                 self._count(own, at, share * right, share * seen)
 
-    def add(self, match: int, num_drafted: int, num_right: int, request_id: int, source: int) -> None:
+    def add(self, match: int, num_drafted: int, num_right: int, seq_id: int, source: int) -> None:
         """Count the accepted tokens of a draft and its first rejected one, each after a match one token longer."""
-        own = self._own(request_id)
+        own = self._own(seq_id)
         for place in range(min(num_right + 1, num_drafted)):
             self._count(own, lookup_bin(match + place, source), place < num_right, 1.0)
 
-    def _own(self, request_id: int) -> Decayed:
-        if request_id not in self._rows:
-            self._rows[request_id] = Decayed(_SHAPE, ROW_HALF_LIFE, self._clock)
-        return self._rows[request_id]
+    def _own(self, seq_id: int) -> Decayed:
+        if seq_id not in self._rows:
+            self._rows[seq_id] = Decayed(_SHAPE, ROW_HALF_LIFE, self._clock)
+        return self._rows[seq_id]
 
     def _count(self, own: Decayed, at: int, right: float, seen: float) -> None:
         for counts in (self._pooled, own):
             counts.add(at, right)
             counts.add(at + NUM_LOOKUP_BINS, seen)
 
-    def rates(self, request_id: int) -> list[float]:
+    def rates(self, seq_id: int) -> list[float]:
         """By `lookup_bin`: the probability that the token after a match of this row is the one that the text has."""
         hits, seen = self._pooled.now()
         rates = (hits + PRIOR_WEIGHT * _PRIOR) / (seen + PRIOR_WEIGHT)
-        if request_id in self._rows:
-            hits, seen = self._rows[request_id].now()
+        if seq_id in self._rows:
+            hits, seen = self._rows[seq_id].now()
             rates = (hits + ROW_WEIGHT * rates) / (seen + ROW_WEIGHT)
         by_bin: list[float] = rates.tolist()
         return by_bin

@@ -1,16 +1,18 @@
-"""`Plan`, a program of rounds for a batch, and `Policy`, the base class of policies."""
+"""`Policy`, the base class of policies; `Plain`; and the rules that a `Plan` may hold: lookup, stop rules, probes."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import abc
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from selfspec.control.rows import RoundOutcome, RowState, Shadow, Vocabulary
+from selfspec.core import LOOKUP, UNBOUNDED_ROUNDS, Plan, RoundOutput, Sequence, ShadowPicks
+
+if TYPE_CHECKING:
+    from selfspec.model.draft_vocabulary import Frequencies
 
 CONFIDENCE_EDGES = (0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.97, 0.985, 0.995)
 """Bounds between the bins of confidence. Bins are narrower near 1."""
@@ -42,22 +44,12 @@ def confidence_bin(confidence: float) -> int:
     return bisect_right(CONFIDENCE_EDGES, confidence)
 
 
-def confidence_bins(confidences: Sequence[float]) -> list[int]:
+def confidence_bins(confidences: abc.Sequence[float]) -> list[int]:
     """The bin of each confidence."""
     if len(confidences) < FEW_BINNED:
         return [bisect_right(CONFIDENCE_EDGES, confidence) for confidence in confidences]
     bins: list[int] = np.searchsorted(CONFIDENCE_EDGES, confidences, "right").tolist()
     return bins
-
-
-DRAFTS = ("exit", "copies", "lookup", "tree")
-"""Sources of drafts: "exit" is early layers, "copies" their copies in 4 bits, "lookup" the texts of `SOURCES`.
-
-"tree" allows branches in drafts."""
-REMOVED_DRAFTS = ("recycle", "cascade")
-"""Sources of earlier releases. The error for one of them says that it was removed."""
-UNBOUNDED_ROUNDS = 1 << 30  # `num_rounds` of a plan that never changes
-LOOKUP = 0  # the exit layer of drafts by lookup: no layer drafts, all layers verify
 
 
 class SurvivalStop(NamedTuple):
@@ -71,22 +63,37 @@ class SurvivalStop(NamedTuple):
     calibration: tuple[float, ...]  # acceptance rate by confidence bin
     least: float
 
-    def goes_on(self, survivals: Sequence[float]) -> bool:
+    def goes_on(self, survivals: abc.Sequence[float]) -> bool:
         """Whether the rows that are still drafting draft one more token."""
         return sum(survivals) >= self.least * len(survivals)
 
 
-class SecondChoices(NamedTuple):
-    """When to draft the exit layer's second most probable token as an alternative to its first.
+class Alternatives(NamedTuple):
+    """When to draft the exit layer's second most probable token, the alternative, on a branch.
 
-    All second choices of a round run through the early layers in the pass over the draft's last token.
+    All alternatives of a round run through the early layers in the pass over the draft's last token. Layers that run
+    as compiled code have no branches: there a plan's alternatives are left out.
     """
 
-    right: tuple[float, ...]  # by confidence bin of the first choice: acceptance rate of the first choice
-    second: tuple[float, ...]  # the same bins: acceptance rate of the second choice after the first was rejected
-    least: float  # a second choice is drafted where its probability of being accepted exceeds this
-    most: int  # second choices per row
+    right: tuple[float, ...]  # by confidence bin of the drafted token: its acceptance rate
+    second: tuple[float, ...]  # the same bins: acceptance rate of the alternative after the drafted token was rejected
+    least: float  # an alternative is drafted where its probability of being accepted exceeds this
+    most: int  # alternatives per row
     enough: float = 0.0  # a row has none unless their probabilities exceed `least` by more than this in sum
+
+
+def likely_alternatives(rule: Alternatives, confidences: abc.Sequence[float], most: int) -> list[int]:
+    """The draft positions, from 0 and ascending, of the alternatives to draft: the `most` most probable ones."""
+    offers, survival = [], 1.0
+    for at, confidence in enumerate(confidences):
+        column = confidence_bin(confidence)
+        offers.append((survival * (1 - rule.right[column]) * rule.second[column], -at))
+        survival *= rule.right[column]
+    offers.sort(reverse=True)
+    found = [(chance, -at) for chance, at in offers[: max(0, most)] if chance > rule.least]
+    if sum(chance - rule.least for chance, _ in found) <= rule.enough:
+        return []
+    return sorted(at for _, at in found)
 
 
 class ShadowPlan(NamedTuple):
@@ -113,20 +120,20 @@ class LookupTable(NamedTuple):
     """By drafted tokens of all rows: the expected accepted tokens that a round needs. The last entry covers more."""
 
     def drafted(
-        self, matches: Sequence[int], rooms: Sequence[int], sources: Sequence[int] | None = None
+        self, matches: abc.Sequence[int], capacities: abc.Sequence[int], sources: abc.Sequence[int] | None = None
     ) -> tuple[int, ...] | None:
         """The number of tokens that each row drafts; None where no row drafts by lookup.
 
         Args:
             matches: match length per row.
-            rooms: maximum draft length per row.
+            capacities: maximum draft length per row.
             sources: of the match, per row; default: the row's own text.
         """
         drafted, gain = [], 0.0
         sources = (OWN_TEXT,) * len(matches) if sources is None else sources
-        rows = zip(self.lengths, self.gains, matches, rooms, sources, strict=True)
-        for lengths, gains, match, room, source in rows:
-            length = min(lengths[at := lookup_bin(match, source)], room) if match else 0
+        rows = zip(self.lengths, self.gains, matches, capacities, sources, strict=True)
+        for lengths, gains, match, capacity, source in rows:
+            length = min(lengths[at := lookup_bin(match, source)], capacity) if match else 0
             if length > 0:
                 gain += gains[at]
             drafted.append(max(0, length))
@@ -141,70 +148,37 @@ def always(draft_lengths: tuple[int, ...]) -> LookupTable:
     return LookupTable(tuple([(length,) * bins for length in draft_lengths]), none, (0.0,))
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A program: up to `num_rounds` rounds of a batch, each with one draft and one verification.
-
-    A program ends early when a row ends, when its deadline has passed, and after the round with shadow picks. At least
-    one round runs.
-
-    Both stop rules (`min_confidence`, `stop`) end a row's draft after a token. They never withdraw that token, which
-    would bias sampled output.
-
-    Args:
-        exit_layer: number of layers that draft. None: plain decoding. 0 (`LOOKUP`): every row drafts the tokens that
-            followed the latest earlier occurrence of its last tokens, and all layers verify.
-        draft_lengths: maximum tokens to draft per row; cut to the tokens that the row may still emit.
-    """
-
-    exit_layer: int | None
-    draft_lengths: tuple[int, ...]
-    min_confidence: float = 0.0  # a row stops after a drafted token of lower probability; excludes `stop`
-    stop: SurvivalStop | None = None
-    keep_confidence: bool = False  # report confidences of drafted tokens even where no stop rule needs them
-    keep_divergence: bool = False  # report KL(target || draft) at the judged positions
-    shadow: ShadowPlan | None = None  # a probe after the first round that is not drafted by lookup
-    second_choices: SecondChoices | None = None
-    draft_vocab: int | None = None  # draft over the N most frequent tokens; ignored for rows with processors
-    draft_bits: int | None = None  # 4: draft by 4-bit copies of the layers, where they exist; all layers verify
-    lookups: LookupTable | None = None  # draft by lookup in the rounds for which the table gives lengths
-    num_rounds: int = 1
-    deadline: float | None = None  # seconds after which no further round begins; None: the engine's
-    speedup: float | None = None  # expected speedup over plain decoding, for display
-
-    @property
-    def table(self) -> LookupTable | None:
-        """The lookup table of this plan, if rows may draft by lookup."""
-        return always(self.draft_lengths) if self.exit_layer == LOOKUP else self.lookups
-
-    @property
-    def reads_confidence(self) -> bool:
-        """Whether confidences of drafted tokens are computed."""
-        wants = (
-            self.keep_confidence or self.min_confidence > 0 or self.stop is not None or self.second_choices is not None
-        )
-        return wants and self.exit_layer != LOOKUP
+def table_of(plan: Plan) -> LookupTable | None:
+    """The lookup table of a plan, if rows may draft by lookup."""
+    return always(plan.draft_lengths) if plan.exit_layer == LOOKUP else plan.lookups
 
 
 class Policy:
     """The base class of policies. Plans change speed, never tokens. A subclass must define `plan`."""
 
-    def plan(self, rows: Sequence[RowState]) -> Plan:
+    def plan(self, rows: list[Sequence]) -> Plan:
         """Decide what to run for these rows next, and for how many rounds."""
         raise NotImplementedError
 
-    def observe(self, plan: Plan, rounds: Sequence[RoundOutcome]) -> None:
+    def observe(self, plan: Plan, rounds: list[RoundOutput]) -> None:
         """Take the outcomes of all rounds of a plan, in order."""
 
-    def seed_layers(self, row: RowState) -> Sequence[int]:
+    def seed_layers(self, row: Sequence) -> abc.Sequence[int]:
         """Layers to probe at the last `SEED_POSITIONS` positions of a prompt during prefill."""
         return ()
 
-    def seed(self, row: RowState, shadow: Shadow) -> None:
+    def seed(self, row: Sequence, shadow: ShadowPicks) -> None:
         """Take the shadow picks of a prompt; a prompt may come in two parts."""
 
-    def set_vocabulary(self, vocabulary: Vocabulary | None) -> None:
+    def set_vocabulary(self, vocabulary: Frequencies | None) -> None:
         """Allow drafts over a part of this vocabulary; None: only over the whole vocabulary."""
 
     def set_copies(self, has_copies: bool) -> None:
         """Allow drafts by 4-bit copies of the layers, or not."""
+
+
+class Plain(Policy):
+    """Plain decoding."""
+
+    def plan(self, rows: list[Sequence]) -> Plan:
+        return Plan(None, (0,) * len(rows), num_rounds=UNBOUNDED_ROUNDS)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from typing import Any
 
-from selfspec.control.plan import Plan, Policy
-from selfspec.control.rows import RoundOutcome, RowState, Shadow
+from selfspec.control.plan import Policy
+from selfspec.core import Plan, RoundOutput, Sequence, ShadowPicks
 
 
 class RankZeroPolicy(Policy):
@@ -23,17 +24,17 @@ class RankZeroPolicy(Policy):
     def __init__(self, inner: Policy, leads: bool, agreed: Callable[[Any], Any]) -> None:
         self.inner, self._leads, self._agreed = inner, leads, agreed
 
-    def plan(self, rows: Sequence[RowState]) -> Plan:
+    def plan(self, rows: list[Sequence]) -> Plan:
         return self._from_rank_zero(lambda: self.inner.plan(rows))
 
-    def observe(self, plan: Plan, rounds: Sequence[RoundOutcome]) -> None:
+    def observe(self, plan: Plan, rounds: list[RoundOutput]) -> None:
         if self._leads:
             self.inner.observe(plan, rounds)
 
-    def seed_layers(self, row: RowState) -> Sequence[int]:
+    def seed_layers(self, row: Sequence) -> abc.Sequence[int]:
         return self._from_rank_zero(lambda: tuple(self.inner.seed_layers(row)))
 
-    def seed(self, row: RowState, shadow: Shadow) -> None:
+    def seed(self, row: Sequence, shadow: ShadowPicks) -> None:
         if self._leads:
             self.inner.seed(row, shadow)
 

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import replace
-from typing import Protocol
 
-from selfspec.control.plan import NUM_LOOKUP_BINS, UNBOUNDED_ROUNDS, LookupTable, Plan, Policy
-from selfspec.control.rows import RoundOutcome, RowState
+from selfspec.control.plan import NUM_LOOKUP_BINS, LookupTable, Policy
+from selfspec.core import UNBOUNDED_ROUNDS, Plan, RoundOutput, Sequence
 from selfspec.decoding.checks import check_lookups, check_plan
 
 MOST_CHECKED = 4  # checked plans that are remembered
 PLAIN = Plan(None, (), num_rounds=UNBOUNDED_ROUNDS)
-
-
-class Planned(Protocol):
-    """A row that is ready to decode."""
-
-    @property
-    def state(self) -> RowState: ...
 
 
 class CheckedPolicy:
@@ -30,18 +22,17 @@ class CheckedPolicy:
         self._checked: list[tuple[Plan, int, Plan]] = []  # plans, rows, and the plans as they are run; the last first
         self._is_planned = True  # the last plan by the policy
 
-    def plan(self, rows: Sequence[Planned]) -> Plan:
+    def plan(self, rows: list[Sequence]) -> Plan:
         """The plan of a program of these rows.
 
         Raises:
             ValueError: the rows cannot follow it.
         """
-        states = [row.state for row in rows]
-        speculate = [state.speculates for state in states]
+        speculate = [row.request.params.speculative for row in rows]
         self._is_planned = any(speculate)
         if not self._is_planned:
             return check_plan(PLAIN, len(rows), self._num_layers)
-        asked = self.policy.plan(states)
+        asked = self.policy.plan(rows)
         plan = next((fit for one, count, fit in self._checked if one is asked and count == len(rows)), None)
         if plan is None:
             plan = check_plan(asked, len(rows), self._num_layers)
@@ -51,13 +42,13 @@ class CheckedPolicy:
             self._table = plan.lookups, len(rows)
         return plan if all(speculate) else _without(plan, speculate)
 
-    def observe(self, plan: Plan, rounds: Sequence[RoundOutcome]) -> None:
+    def observe(self, plan: Plan, rounds: list[RoundOutput]) -> None:
         """Tell the policy what came of its last plan; of rounds that it did not plan it is told nothing."""
-        if self._is_planned:
+        if self._is_planned and rounds:
             self.policy.observe(plan, rounds)
 
 
-def _without(plan: Plan, speculate: Sequence[bool]) -> Plan:
+def _without(plan: Plan, speculate: abc.Sequence[bool]) -> Plan:
     """The plan without drafts and shadow picks for rows that do not speculate."""
     none, table, shadow = (0,) * NUM_LOOKUP_BINS, plan.lookups, plan.shadow
     lengths = tuple([n if may else 0 for n, may in zip(plan.draft_lengths, speculate, strict=True)])

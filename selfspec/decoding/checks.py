@@ -5,24 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from selfspec.control.plan import LOOKUP, NUM_BINS, NUM_LOOKUP_BINS, LookupTable, Plan, SecondChoices, ShadowPlan
-from selfspec.decoding.request import Request
+from selfspec.control.plan import NUM_BINS, NUM_LOOKUP_BINS, Alternatives, LookupTable, ShadowPlan
+from selfspec.core import LOOKUP, Plan, Request
 from selfspec.errors import is_number, whole
 from selfspec.model.stack import Stack
 
 
 def check_request(request: Request, stack: Stack, has_tokenizer: bool) -> None:
     """ValueError unless the model can read the prompt and write more."""
-    if request.stop and not has_tokenizer:
+    if request.params.stop and not has_tokenizer:
         raise ValueError("stop needs a tokenizer to turn tokens into text; load with tokenizer=...")
     limit, vocab = stack.context_limit, stack.vocab_size
-    if not all(0 <= token < vocab for token in request.prompt):
-        wrong = next(token for token in request.prompt if not 0 <= token < vocab)
+    if not all(0 <= token < vocab for token in request.prompt_token_ids):
+        wrong = next(token for token in request.prompt_token_ids if not 0 <= token < vocab)
         raise ValueError(f"a prompt's token ids must lie in 0..{vocab - 1}, the model's vocabulary, got {wrong}")
-    if len(request.prompt) >= limit:
+    if len(request.prompt_token_ids) >= limit:
         raise ValueError(
-            f"prompt has {len(request.prompt)} tokens and the model's context holds {limit}; "
-            f"shorten it by at least {len(request.prompt) - limit + 1}"
+            f"prompt has {len(request.prompt_token_ids)} tokens and the model's context holds {limit}; "
+            f"shorten it by at least {len(request.prompt_token_ids) - limit + 1}"
         )
 
 
@@ -53,18 +53,18 @@ def check_plan(plan: Plan, num_rows: int, num_layers: int) -> Plan:
             raise ValueError(f"a plan's exit_layer must be None or lie in 0..{last} (0: lookup), got {exit_layer}")
         lengths = tuple([whole("a plan's draft length", length, 0) for length in plan.draft_lengths])
     num_rounds = whole("a plan's num_rounds", plan.num_rounds, 1)
-    seconds = None if plan.second_choices is None else _checked_seconds(plan.second_choices)
-    return replace(plan, exit_layer=exit_layer, draft_lengths=lengths, num_rounds=num_rounds, second_choices=seconds)
+    rule = None if plan.alternatives is None else _checked_alternatives(plan.alternatives)
+    return replace(plan, exit_layer=exit_layer, draft_lengths=lengths, num_rounds=num_rounds, alternatives=rule)
 
 
-def _checked_seconds(rule: SecondChoices) -> SecondChoices:
+def _checked_alternatives(rule: Alternatives) -> Alternatives:
     """The same with a plain int; ValueError where compiled code would read beyond it, or could not sort by it."""
     for rates in (rule.right, rule.second):
         if len(rates) != NUM_BINS or any(rate != rate for rate in rates):
             raise ValueError(
-                f"a plan's second_choices must have rates of first and of second choices, {NUM_BINS} each, got {rates}"
+                f"a plan's alternatives must have rates of first and of second choices, {NUM_BINS} each, got {rates}"
             )
-    return rule._replace(most=whole("a plan's second_choices' most", rule.most))
+    return rule._replace(most=whole("a plan's alternatives' most", rule.most))
 
 
 def check_lookups(lookups: LookupTable, num_rows: int) -> None:

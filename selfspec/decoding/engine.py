@@ -1,400 +1,437 @@
-"""`Engine`: rows join and leave between programs; `step` is admit, prefill, plan, run, observe."""
+"""`LLMEngine`: requests join and leave while a batch is decoded; `step` is admit, read prompts, plan, run, observe."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from selfspec.control.plan import Plan, Policy
-from selfspec.control.rows import RoundOutcome, RowOutcome, StageSeconds
+from selfspec.control.plan import Policy
+from selfspec.core import Plan, Request, RoundOutput, RowRound, SamplingParams, Sequence, StageSeconds
 from selfspec.decoding.checked import CheckedPolicy
-from selfspec.decoding.policy_choice import Decodable, policy_for
+from selfspec.decoding.defaults import GenerationDefaults, Prompt
+from selfspec.decoding.outputs import RequestOutput, RequestOutputs
 from selfspec.decoding.prefix_cache import PrefixCache
 from selfspec.decoding.prompt_chunks import chunks_for
-from selfspec.decoding.request import Completion, Request
-from selfspec.decoding.results import Round, RowResult
-from selfspec.decoding.row import Row
 from selfspec.decoding.scheduler import Scheduler
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.responses import Responses
-from selfspec.errors import flag, is_number, whole
-from selfspec.executors.after_round import Teach
+from selfspec.errors import is_number, whole
 from selfspec.executors.picker import Picker
-from selfspec.executors.program import Executed
 from selfspec.executors.select import executors_for
-from selfspec.executors.verdict import Verdict
+from selfspec.learn import Learner
 from selfspec.model.draft_vocabulary import Part
 from selfspec.model.refusals import refuse_autocast
 from selfspec.model.stack import Stack
 from selfspec.progress import report
 
-DEFAULT_ROW_TOKENS = 2048  # cached tokens per row when the caller names no budget
-CUDA_PAGE_SIZE = 64
-DEADLINE = 1 / 30  # seconds of a program that somebody watches: what is streamed still seems to flow
-
-
-class Learns(Protocol):
-    """Who is told where drafts were refused, and may change exit heads between rounds; see `selfspec.learn`."""
-
-    @property
-    def take(self) -> Teach: ...
-    def follow(self, stack: Stack) -> None: ...
-    def after(self, num_ended: int, seconds: float) -> None: ...
+DEFAULT_SEQUENCE_TOKENS = 2048  # cached tokens per sequence when the caller names no budget
+PAGE_SIZE = 64
+STREAM_SECONDS = 1 / 30  # of a step whose tokens somebody waits for: what is streamed still seems to flow
+MAX_STEP_SECONDS = 0.25  # of a step that nobody watches: an interrupt need not wait for long
+OnRound = Callable[[RoundOutput], None]
 
 
 def page_size_of(stack: Stack) -> int:
     """Tokens of a small page: as many as the stack's attention backend can read pages of."""
-    return max(CUDA_PAGE_SIZE, stack.backend.page_multiple)
+    return max(PAGE_SIZE, stack.backend.page_multiple)
 
 
-class Engine:
-    """Decodes requests in a running batch whose rows join and leave between programs.
+class LLMEngine:
+    """Decodes requests in a running batch. Made by `LLM.engine`.
 
     Args:
-        target: an opened model, see `selfspec.target.Target`.
-        policy: a name, or a `selfspec.Policy`; default: `adaptive`, or `fixed` where an exit layer or a
-            draft length is named.
-        drafts: where those of `adaptive` may come from, some of `control.plan.DRAFTS`; default: all.
-        max_batch_size: rows decoded together; more wait their turn.
-        max_cached_tokens: tokens whose keys and values fit at once, over all rows; rows wait until theirs fit. A row
-            takes pages for its prompt and all it may emit when it joins, so that it can never run out half-way.
+        stack: the opened model's layers and heads.
+        policy: plans the rounds.
+        defaults: makes requests of prompts and parameters.
+        max_num_seqs: sequences decoded together; more wait their turn.
+        max_num_cached_tokens: tokens whose keys and values fit at once, over all sequences; requests wait until theirs
+            fit. A sequence takes pages for its prompt and all it may emit when it joins, so that it can never run out
+            half-way. Default: 2,048, or the model's context, for each sequence.
         page_size: tokens a page holds; default: 64, or what the attention backend asks for; on CPU without a prefix
-            cache a row's equal share, since its keys are then one contiguous view.
-        prefill_chunk: most prompt tokens read per step, so that long prompts do not hold up running rows. On CUDA, they
-            are also at most as many as take a thirtieth of a second while other rows decode.
-        learn: a `selfspec.learn.Learner` of this target, which improves its exit heads between rounds.
-        datastore: an open `selfspec.drafting.datastore.Datastore` of the target's tokenizer: where `adaptive` drafts by
-            lookup, texts of the corpus continue a row, too.
-        responses: finished responses, in which lookup finds drafts and to which those of this engine are added; several
-            engines may share them. None: no request's text is used for another one.
-        exact: run every call in constant shapes, so that speculation equals plain decoding bit for bit in any number
-            format, and no row depends on its neighbours; see `selfspec.model.exact`.
-        burst: seconds after which no further round of a program begins, where its plan names no deadline; default: a
-            thirtieth, and the program with a row's first token has one round.
-        prefix_cache: keep keys and values of prompts and outputs until other requests need their memory: a prompt that
-            begins as one of them does is read from where it differs. With compiled layers and in exact mode these are
-            the same bits, else the same up to rounding. Or the `PrefixCache` of an earlier engine of the same target
-            that has ended, whose pages are then used, instead of `max_cached_tokens`.
+            cache a sequence's equal share, since its keys are then one contiguous view.
+        prefill_chunk: most prompt tokens read per step, so that long prompts do not hold up running sequences. On CUDA,
+            they are also at most as many as take a thirtieth of a second while others decode.
+        learner: improves exit heads between steps.
+        corpus, responses: further texts in which drafts by lookup are found; finished outputs are added to `responses`.
+        max_step_seconds: seconds after which no further round of a step begins, where its plan names no deadline;
+            default: a thirtieth, and a step with a sequence's first token has one round.
+        prefix_cache: keep keys and values of prompts and outputs until other requests need their memory; or the
+            `PrefixCache` of an earlier engine of the same model that has ended, instead of `max_num_cached_tokens`.
+        final_only: return outputs that have ended, whole, in place of what each step added.
 
     Raises:
-        ValueError: an argument is out of range; a `DatastoreError` where the datastore holds tokens that the model does
+        ValueError: an argument is out of range; a `DatastoreError` where the corpus holds tokens that the model does
             not know.
+
+    Example:
+        >>> engine = llm.engine()
+        >>> engine.add_request("a", "def mean(values):", SamplingParams(max_tokens=32))
+        >>> while engine.has_unfinished_requests():
+        ...     for output in engine.step():
+        ...         print(output.request_id, output.outputs[0].text)
     """
 
     def __init__(
         self,
-        target: Decodable,
+        stack: Stack,
+        policy: Policy,
+        defaults: GenerationDefaults,
         *,
-        policy: str | Policy | None = None,
-        exit_layer: int | None = None,
-        num_draft_tokens: int | None = None,
-        drafts: Sequence[str] | None = None,
-        max_batch_size: int = 8,
-        max_cached_tokens: int | None = None,
+        max_num_seqs: int = 8,
+        max_num_cached_tokens: int | None = None,
         page_size: int | None = None,
         prefill_chunk: int = 512,
-        learn: Learns | None = None,
-        datastore: Datastore | None = None,
+        learner: Learner | None = None,
+        corpus: Datastore | None = None,
         responses: Responses | None = None,
-        exact: bool = False,
-        burst: float | None = None,
+        max_step_seconds: float | None = None,
         prefix_cache: bool | PrefixCache = False,
+        final_only: bool = False,
     ) -> None:
-        if burst is not None and not (is_number(burst) and burst >= 0):
-            raise ValueError(f"burst must be a number of seconds, at least 0, got {burst!r}")
-        whole("max_batch_size", max_batch_size, 1)
-        whole("prefill_chunk", prefill_chunk, 1)
-        flag("exact", exact)
-        prefix = prefix_cache if isinstance(prefix_cache, PrefixCache) else None
-        has_prefixes = prefix is not None or flag("prefix_cache", prefix_cache)
-        self.target, self.exact = target, exact
-        self.stack = target.exact_stack if exact else target.stack
-        refuse_autocast(self.stack.device)
-        self.frequencies = self.stack.frequencies
-        """Of the tokens that it reads and writes."""
-        if max_cached_tokens is None:
-            max_cached_tokens = max_batch_size * min(self.stack.context_limit, DEFAULT_ROW_TOKENS)
-        if page_size is None:
-            share = max(1, max_cached_tokens // max_batch_size)
-            is_whole = self.stack.device.type == "cpu" and not has_prefixes
-            page_size = share if is_whole else min(share, page_size_of(self.stack))
-        if max_cached_tokens < page_size:
-            raise ValueError(f"max_cached_tokens must hold a page of {page_size} tokens, got {max_cached_tokens}")
-        if learn is not None and self.stack.ranks is not None:
+        if max_step_seconds is not None and not (is_number(max_step_seconds) and max_step_seconds >= 0):
+            raise ValueError(f"max_step_seconds must be a number of at least 0, got {max_step_seconds!r}")
+        self.max_num_seqs = whole("max_num_seqs", max_num_seqs, 1)
+        self.prefill_chunk = whole("prefill_chunk", prefill_chunk, 1)
+        refuse_autocast(stack.device)
+        self.stack, self.policy, self._defaults = stack, policy, defaults
+        self._policy = CheckedPolicy(policy, stack.num_layers)
+        if learner is not None and stack.ranks is not None:
             raise ValueError("learn works by the clock of one process, got a model that is spread over several")
-        if learn is not None:
-            learn.follow(target.stack)
-        self.learn = learn
-        chosen = policy_for(target, policy, exit_layer, num_draft_tokens, max_batch_size, drafts, exact)
-        self._checked = CheckedPolicy(chosen, self.stack.num_layers)
-        if datastore is not None:
-            datastore.check_fits(self.stack.vocab_size)
-        self.max_batch_size, self.prefill_chunk = max_batch_size, prefill_chunk
-        self.chunks = chunks_for(self.stack, prefill_chunk)
-        """How many of the prompts' tokens are read between two programs."""
-        if has_prefixes and prefix is None:
-            prefix = PrefixCache(self.stack.new_cache(max_cached_tokens // page_size, page_size), self.stack)
-        self._prefix = prefix
-        self.cache = self.stack.new_cache(max_cached_tokens // page_size, page_size) if prefix is None else prefix.cache
-        self.rows: list[Row] = []
-        self._picker = Picker(self.stack)
+        if learner is not None:
+            learner.follow(stack)
+        self._learner = learner
+        if corpus is not None:
+            corpus.check_fits(stack.vocab_size)
+        prefix = prefix_cache if isinstance(prefix_cache, PrefixCache) else None
+        if prefix is None:
+            cache = self._new_cache(max_num_cached_tokens, page_size, bool(prefix_cache))
+            prefix = PrefixCache(cache, stack) if prefix_cache else None
+        else:
+            cache = prefix.cache
+        self.cache, self.prefix = cache, prefix
+        self.frequencies = stack.frequencies
+        """Of the tokens that it reads and writes."""
+        self.chunks = chunks_for(stack, self.prefill_chunk)
+        """How many of the prompts' tokens are read between two plans."""
+        self.running: list[Sequence] = []
         self._responses = responses
-        texts = tuple([one for one in (responses, datastore) if one is not None])
-        self._scheduler = Scheduler(target, self.stack, self.cache, texts, prefix)
-        self._cancelled: set[int] = set()
+        texts = tuple([one for one in (responses, corpus) if one is not None])
+        self._scheduler = Scheduler(stack, cache, defaults.tokenizer, texts, prefix)
+        self._aborted: deque[str] = deque()
+        self._outputs = RequestOutputs(defaults.tokenizer, final_only)
         # Not handed out yet; they outlive a step that raises:
-        self._results: list[RowResult] = []  # of a round that has not ended
-        self._rounds: list[Round] = []
-        self._wasted = 0  # tokens of that round beyond the end of a row
-        self._is_watched, self._deadline = burst is None, DEADLINE if burst is None else burst
-        self._executors = executors_for(self.stack, self.cache, self._picker, None if learn is None else learn.take)
+        self._rows: list[RowRound] = []  # of a round that has not ended
+        self._rounds: list[RoundOutput] = []
+        self._num_wasted = 0  # tokens of that round beyond the end of a sequence
+        self._is_streamed = max_step_seconds is None
+        self._deadline = STREAM_SECONDS if max_step_seconds is None else max_step_seconds
+        examples = None if learner is None else learner.take
+        self._executors = executors_for(stack, cache, Picker(stack), examples)
         self._round_seconds = 0.0  # of the last round
 
-    @property
-    def policy(self) -> Policy:
-        """Who plans."""
-        return self._checked.policy
+    def _new_cache(self, num_tokens: int | None, page_size: int | None, has_prefixes: bool) -> Any:
+        if num_tokens is None:
+            num_tokens = self.max_num_seqs * min(self.stack.context_limit, DEFAULT_SEQUENCE_TOKENS)
+        share = max(1, whole("max_num_cached_tokens", num_tokens, 1) // self.max_num_seqs)
+        if page_size is None:
+            is_whole = self.stack.device.type == "cpu" and not has_prefixes
+            page_size = share if is_whole else min(share, page_size_of(self.stack))
+        if num_tokens < page_size:
+            raise ValueError(f"max_num_cached_tokens must hold a page of {page_size} tokens, got {num_tokens}")
+        return self.stack.new_cache(num_tokens // page_size, page_size)
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self._scheduler)
+    # ------------------------------------------------------------------------------------------------------- requests
 
-    @property
-    def num_pages_in_use(self) -> int:
-        """Pages of `cache` that running rows hold; of `cache.num_pages`."""
-        num_idle = 0 if self._prefix is None else self._prefix.num_idle_pages
-        return self.cache.num_pages - self.cache.num_free_pages - num_idle
+    def add_request(self, request_id: str, prompt: Prompt | Request, params: SamplingParams | None = None) -> None:
+        """Queue a prompt.
 
-    @property
-    def prefix_queries(self) -> int:
-        """Prompt tokens that were looked up in the prefix cache."""
-        return 0 if self._prefix is None else self._prefix.num_queried
-
-    @property
-    def prefix_hits(self) -> int:
-        """Prompt tokens that the prefix cache had, and that were not read again."""
-        return 0 if self._prefix is None else self._prefix.num_found
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self.rows or self._scheduler or self._results or self._rounds)
-
-    def submit(self, prompt: str | Sequence[int] | Request, **options: Any) -> int:
-        """Queue a prompt; returns its request id. Options are those of `decoding.request.Options`.
+        Args:
+            request_id: a text that no unfinished request has.
+            prompt: a text, token ids, or a mapping with "prompt" or "prompt_token_ids"; or a complete `Request`.
+            params: default: `SamplingParams()`.
 
         Raises:
-            ValueError: the prompt is empty or longer than the context, or an option is out of range.
-            CacheFullError: the request could never fit into `max_cached_tokens`.
+            ValueError: an empty or too long prompt, a parameter out of range, or a `request_id` that is in use.
+            CacheFullError: the request could never fit into `max_num_cached_tokens`.
         """
-        return self._scheduler.submit(prompt, options)
+        name: Any = request_id
+        if not isinstance(name, str) or name in self._outputs or not name:
+            raise ValueError(f"request_id must be a text that no unfinished request has, got {request_id!r}")
+        if isinstance(prompt, Request):
+            self.add_prepared(name, None, [prompt])
+            return
+        text, requests = self._defaults.requests(prompt, SamplingParams() if params is None else params)
+        self.add_prepared(name, text, requests)
 
-    def cancel(self, request_id: int) -> None:
-        """End a request; its pages are free from the next step on. Finished or unknown requests are left alone."""
-        if any(row.request_id == request_id for row in self.rows) or request_id in self._scheduler:
-            self._cancelled.add(request_id)
+    def add_prepared(self, request_id: str, text: str | None, requests: list[Request]) -> None:
+        """Queue the outputs of a request that `GenerationDefaults` has made."""
+        self._scheduler.add(request_id, requests)
+        self._outputs.add(request_id, text, requests)
 
-    def step(self) -> list[Round]:
-        """Admit what fits, read at most `prefill_chunk` prompt tokens, and run one program of the ready rows.
+    def abort(self, request_id: str) -> None:
+        """End a request; the next step reports it with the finish reason "abort". Unknown ids are left alone.
 
-        What a caller's processor, criterion or policy raises comes out here. No other row suffers: what it got is
-        reported by the next step. A row whose own processor or criterion raised is cancelled.
+        May be called from any thread.
+        """
+        if request_id in self._outputs:
+            self._aborted.append(request_id)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a request waits or runs, or an end is still to be reported."""
+        return bool(self.running or self._scheduler or self._rows or self._rounds or self._outputs.has_unreported)
+
+    # ----------------------------------------------------------------------------------------------------------- step
+
+    def step(self, on_round: OnRound | None = None) -> list[RequestOutput]:
+        """Admit what fits, read at most `prefill_chunk` prompt tokens, and run one plan of the ready sequences.
+
+        What a caller's processor, criterion, policy or `on_round` raises comes out here. No other request suffers: what
+        it got is reported by the next step. A request whose own processor or criterion raised is aborted.
+
+        Args:
+            on_round: is given every `RoundOutput` of the step.
 
         Returns:
-            the program's rounds, at least one; of a step that decoded nothing, one without a plan.
+            what is new of every request, in the order in which it was decoded; texts add up to the whole.
         """
         refuse_autocast(self.stack.device)
-        clock = StageSeconds()
-        self._drop_ended()
-        if self._cancelled:
-            self._drop_cancelled()
-        with torch.inference_mode():
-            self._admit()
-            if any(not row.is_read for row in self.rows):
-                self.chunks.measured(self._read_prompts)
-            self._scheduler.publish(self.rows)
-        clock.lap("prefill")
-        ready = [row for row in self.rows if row.is_read]
+        seconds = StageSeconds()
+        self._drop_finished()
+        self._drop_aborted()
+        if self._rows:  # of aborted requests, and of a step that raised
+            self._end_round(RoundOutput(None, [], StageSeconds()))
+        self._admit()
+        self._read_prompts()
+        seconds.lap("prefill")
+        ready = [sequence for sequence in self.running if sequence.is_prefilled]
         if ready:
-            self._run(ready, clock)
-        elif self._results or not self._rounds:
-            num_read = sum([row.num_cached for row in self.rows])
-            report("%d of %d tokens", num_read, sum([len(row.content) - 1 for row in self.rows]))
-            self._end_round(None, None, clock, 0)
-        rounds = self._rounds
-        if self.learn is not None:
-            clock.restart()
-            num_ended = sum(row.completion is not None for round_ in rounds for row in round_.rows)
-            self.learn.after(num_ended, sum(round_.seconds.total for round_ in rounds))
-            clock.lap("control")
-            rounds[-1].seconds.control += clock.control
-        self._rounds = []
+            plan = self._policy.plan(ready)
+            rounds = self._run(ready, plan, seconds)
+            self._policy.observe(plan, rounds)
+            self._round_seconds = rounds[-1].seconds.total if rounds else 0.0
+        elif not self._rounds:
+            self._report_reading()
+            self._end_round(RoundOutput(None, [], seconds))
+        self._learn()
+        return self._reported(on_round)
+
+    def _run(self, rows: list[Sequence], plan: Plan, seconds: StageSeconds) -> list[RoundOutput]:
+        """Run a plan, and give the sequences their tokens round by round; those rounds that ended before an error."""
+        plan, deadline = self._limited(plan, rows)
+        vocabulary = self._draft_vocabulary(plan, rows)
+        seconds.lap("control")
+        executor = next(one for one in self._executors if one.serves(rows, plan))
+        rounds = list[RoundOutput]()
+        try:
+            for round_ in executor.run(rows, plan, deadline):
+                if all(row.is_finished for row in rows):  # by stop strings, which compiled rounds know nothing of
+                    self._waste(round_)
+                    continue
+                round_.plan, round_.round_index = plan, len(rounds)
+                self._take(round_, vocabulary)
+                round_.seconds.prefill += seconds.prefill
+                round_.seconds.control += seconds.control
+                seconds = StageSeconds()
+                self._end_round(round_)
+                rounds.append(round_)
+        except BaseException:
+            self._drop_finished()
+            if rounds:
+                self._policy.observe(plan, rounds)
+            raise
+        self._drop_finished()
         return rounds
 
-    def _run(self, rows: Sequence[Row], clock: StageSeconds) -> None:
-        """A program of these rows: what to run, running it, and what came of it."""
-        plan, deadline = self._bounded(self._checked.plan(rows), rows)
-        part = self._part(plan, rows)
-        clock.lap("control")
-        executor = next(one for one in self._executors if one.serves(rows, plan))
-        outcomes = list[RoundOutcome]()
-        try:
-            for executed in executor.run(rows, plan, deadline):
-                if all(row.has_ended for row in rows):  # by stop strings, which compiled programs know nothing of
-                    self._waste(executed)
-                    continue
-                outcomes.append(self._take(rows, executed, part))
-                executed.seconds.prefill += clock.prefill
-                executed.seconds.control += clock.control
-                clock = StageSeconds()
-                self._end_round(plan, executed.exit_layer, executed.seconds, len(outcomes) - 1)
-        finally:
-            self._drop_ended()
-            if outcomes:  # of one that raised, those that ended before
-                self._observe(plan, outcomes)
-
-    def _observe(self, plan: Plan, outcomes: Sequence[RoundOutcome]) -> None:
-        clock = StageSeconds()
-        self._checked.observe(plan, outcomes)
-        clock.lap("control")
-        outcomes[-1].seconds.control += clock.control
-        self._round_seconds = outcomes[-1].seconds.total
-
-    def _bounded(self, plan: Plan, rows: Sequence[Row]) -> tuple[Plan, float]:
+    def _limited(self, plan: Plan, rows: list[Sequence]) -> tuple[Plan, float]:
         """The plan with as many rounds as may be run at once, and the seconds after which no further one begins."""
         deadline = self._deadline if plan.deadline is None else plan.deadline
-        if any(row.request.stop or row.request.stopping_criteria for row in rows):
-            deadline = min(deadline, DEADLINE)  # where they end, what was decoded beyond is in vain
-        most = plan.num_rounds if len(rows) == len(self.rows) else 1  # others wait for their prompts to be read
-        if self._is_watched and any(len(row.content) == row.num_prompt_tokens for row in rows):
-            most = 1  # a first token is waited for, and tokens are handed out after a program
+        if any(not row.stopper.ends_by_token for row in rows):
+            deadline = min(deadline, STREAM_SECONDS)  # where they end, what was decoded beyond is in vain
+        most = plan.num_rounds if len(rows) == len(self.running) else 1  # others wait for their prompts to be read
+        if self._is_streamed and any(row.num_tokens == row.num_prompt_tokens for row in rows):
+            most = 1  # a first token is waited for, and tokens are handed out after a step
         if self.stack.ranks is not None:  # clocks differ between ranks
             in_time = deadline / self._round_seconds if self._round_seconds else 1
             most, deadline = self.stack.agreed(max(1, int(min(most, in_time)))), math.inf
         return (plan if most == plan.num_rounds else replace(plan, num_rounds=most)), deadline
 
-    def _take(self, rows: Sequence[Row], executed: Executed, part: Part | None) -> RoundOutcome:
-        """Give rows the tokens of a round; rows that a stop string ended before get none of it."""
-        start = executed.seconds.now()
-        outcomes = list[RowOutcome]()
-        for row, verdict in zip(rows, executed.verdicts, strict=True):
-            if row.finish_reason is not None:
-                self._wasted += len(verdict.block)
-                continue
-            is_left_out = part is not None and bool(executed.exit_layer) and _is_left_out(part, verdict)
-            try:
-                result = self._apply(row, verdict)
-                self._results += [result]  # no call, after which an interrupt would be taken for one before
-            except BaseException:  # of a criterion; or an interrupt, after which nobody knows what the row has taken
-                row.has_raised = True
-                raise
-            outcomes.append(verdict.outcome(row.request_id, result.num_accepted, is_left_out))
-        executed.seconds.rest += executed.seconds.now() - start
-        return RoundOutcome(executed.exit_layer, outcomes, executed.seconds)
-
-    def _waste(self, executed: Executed) -> None:
-        """A round that no row was left for; it is counted with the one before."""
-        last = self._rounds[-1]
-        tokens = sum([len(verdict.block) for verdict in executed.verdicts])
-        last.seconds.rest += executed.seconds.total
-        self._rounds[-1] = last._replace(num_wasted=last.num_wasted + tokens)
-
-    def _end_round(self, plan: Plan | None, exit_layer: int | None, seconds: StageSeconds, at: int) -> None:
-        round_ = Round(self._results, plan, seconds, exit_layer, at, self._wasted)
-        self._rounds += [round_]
-        self._results, self._wasted = [], 0  # no call in between, after which an interrupt would have them told twice
-
-    def _drop_ended(self) -> None:
-        """Rows that ended, or whose own code raised, leave: after a program, or before the next after an interrupt."""
-        for row in self.rows:
-            if row.has_raised:
-                self._cancel(row)
-        self.rows = [row for row in self.rows if row.finish_reason is None]
-
-    def run(self) -> Iterator[Round]:
-        """Rounds until nothing is left to do."""
-        while self.has_work:
-            yield from self.step()
-
-    def leave(self) -> None:
-        """Give back the pages of all rows. Nothing may be done with the engine after that."""
-        with torch.inference_mode():
-            for row in self.rows:
-                if row.has_pages:
-                    self._scheduler.release(row)
-                    row.has_pages = False
-        self.rows = []
-
-    def _admit(self) -> None:
-        for row in self._scheduler.admitted(self.max_batch_size - len(self.rows)):
-            self.rows.append(row)
-            self.frequencies.add(row.request.prompt[row.num_cached :])
-            self.stack.refresh()  # a row is decoded by the weights as they are when it joins
-
-    def _read_prompts(self) -> int:
-        """Read a chunk of the prompts; returns the number of its tokens."""
-        readers = self._scheduler.readers(self.rows)
-        before = sum([row.num_cached for row in readers])
-        are_waiting = any(row.is_read for row in self.rows)  # for their next round
-        most = self.stack.agreed(self.chunks.size()) if are_waiting else self.prefill_chunk
-        self._executors[-1].prefill(readers, most, self.policy)
-        return sum([row.num_cached for row in readers]) - before
-
-    def _part(self, plan: Plan, rows: Sequence[Row]) -> Part | None:
+    def _draft_vocabulary(self, plan: Plan, rows: list[Sequence]) -> Part | None:
         """The part of the vocabulary that layers draft over; None: all of it, or no layer drafts."""
         if plan.draft_vocab is None or not plan.exit_layer or not self.stack.has_draft_heads:
             return None
-        if plan.draft_vocab >= self.stack.vocab_size or any(row.request.logits_processor for row in rows):
+        if plan.draft_vocab >= self.stack.vocab_size or any(row.has_processors for row in rows):
             return None
         return self.frequencies.part(plan.draft_vocab)
 
-    def _apply(self, row: Row, verdict: Verdict) -> RowResult:
-        emitted = len(row.content) - row.num_prompt_tokens
-        kept, told, reason = row.stopper.cut(row.content, emitted, verdict.block)
-        accepted, branch = min(verdict.accepted, kept), verdict.branch()
-        tokens = verdict.block if kept == len(verdict.block) else verdict.block[:kept]
-        row.keep(tokens, verdict.logits, verdict.scores)
-        logprobs = None if verdict.logprobs is None else verdict.logprobs[:kept]
-        row.logprobs += logprobs or []
-        self.frequencies.add(tokens, written=True)
-        beside = len(verdict.drafted) - len(branch)
-        row.stats.add_round(len(branch), accepted, kept, beside)
-        row.finish_reason = reason
-        self._wasted += len(verdict.block) - kept
-        return RowResult(row.request_id, tokens, told, branch, accepted, self._ended(row), beside, logprobs)
+    def _take(self, round_: RoundOutput, vocabulary: Part | None) -> None:
+        """Give sequences the tokens of a round; those that a stop string ended before get none of it."""
+        start = round_.seconds.now()
+        for row in round_.rows:
+            if row.sequence.is_finished:
+                self._num_wasted += len(row.token_ids)
+                continue
+            if vocabulary is not None and round_.exit_layer and row.num_chain_accepted < row.num_drafted:
+                row.is_outside_vocab = row.token_ids[row.num_chain_accepted] not in vocabulary.members
+            try:
+                self._emit(row)
+                self._rows += [row]  # no call, after which an interrupt would be taken for one before
+            except BaseException:  # of a criterion; or an interrupt, after which nobody knows what the sequence has
+                row.sequence.has_raised = True
+                raise
+        round_.seconds.rest += round_.seconds.now() - start
 
-    def _ended(self, row: Row) -> Completion | None:
-        if row.finish_reason is None:
-            return None
+    def _emit(self, row: RowRound) -> None:
+        """Add a round's tokens to their sequence, as far as it does not end before."""
+        sequence, num_tokens = row.sequence, len(row.token_ids)
+        emitted = sequence.num_tokens - sequence.num_prompt_tokens
+        kept, row.text, row.finish_reason = sequence.stopper.cut(sequence.token_ids, emitted, row.token_ids)
+        row.cut(kept)
+        sequence.append(row)
+        self.frequencies.add(row.token_ids, written=True)
+        sequence.stats.add_round(len(row.drafted), row.num_accepted, kept, row.num_branch_tokens)
+        self._num_wasted += num_tokens - kept
+        if row.finish_reason is not None:
+            self._finish(sequence, row.finish_reason)
+
+    def _finish(self, sequence: Sequence, reason: Any) -> None:
+        sequence.finish_reason = reason
         try:
-            if self._responses is not None and row.finish_reason != "cancelled":
-                self._responses.add(row.request.prompt, row.tokens)
-            return row.completion()
+            if self._responses is not None and reason != "abort":
+                self._responses.add(sequence.request.prompt_token_ids, sequence.completion_token_ids)
         finally:
-            if row.has_pages:
-                with torch.inference_mode():
-                    self._scheduler.release(row)
-                    row.has_pages = False
+            self._release(sequence)
 
-    def _drop_cancelled(self) -> None:
-        for row in self.rows:
-            if row.request_id in self._cancelled:
-                self._cancel(row)
-        for row in self._scheduler.withdrawn(self._cancelled):
-            self._cancel(row)
-        self.rows = [row for row in self.rows if row.finish_reason is None]
-        self._cancelled.clear()
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.has_pages:
+            with torch.inference_mode():
+                self._scheduler.release(sequence)
+                sequence.has_pages = False
 
-    def _cancel(self, row: Row) -> None:
-        row.finish_reason, row.has_raised = "cancelled", False
-        self._results.append(RowResult(row.request_id, [], row.stopper.flush(), [], 0, self._ended(row)))
+    def _waste(self, round_: RoundOutput) -> None:
+        """Count a round that no sequence was left for with the one before."""
+        last = self._rounds[-1]
+        last.seconds.rest += round_.seconds.total
+        last.num_wasted += sum([len(row.token_ids) for row in round_.rows])
 
+    def _end_round(self, round_: RoundOutput) -> None:
+        round_.rows, round_.num_wasted = self._rows, self._num_wasted
+        self._rounds += [round_]
+        self._rows, self._num_wasted = [], 0  # no call in between, after which an interrupt would have rows twice
 
-def _is_left_out(part: Part, verdict: Verdict) -> bool:
-    """Whether a draft was refused for a token that its part of the vocabulary does not hold."""
-    if verdict.num_right == (verdict.chain or len(verdict.drafted)):
-        return False
-    return verdict.block[verdict.num_right] not in part.members
+    def _learn(self) -> None:
+        if self._learner is None:
+            return
+        clock = StageSeconds()
+        num_ended = sum(row.finish_reason is not None for round_ in self._rounds for row in round_.rows)
+        self._learner.after(num_ended, sum(round_.seconds.total for round_ in self._rounds))
+        clock.lap("control")
+        self._rounds[-1].seconds.control += clock.control
+
+    def _reported(self, on_round: OnRound | None) -> list[RequestOutput]:
+        rounds, self._rounds = self._rounds, []
+        self._outputs.collect(rounds)
+        if on_round is not None:
+            for round_ in rounds:
+                on_round(round_)
+        return self._outputs.take()
+
+    # ---------------------------------------------------------------------------------------------- joining, leaving
+
+    @torch.inference_mode()
+    def _admit(self) -> None:
+        for sequence in self._scheduler.admitted(self.max_num_seqs - len(self.running)):
+            self.running.append(sequence)
+            self.frequencies.add(sequence.request.prompt_token_ids[sequence.num_cached :])
+            self.stack.refresh()  # a sequence is decoded by the weights as they are when it joins
+
+    @torch.inference_mode()
+    def _read_prompts(self) -> None:
+        if any(not sequence.is_prefilled for sequence in self.running):
+            self.chunks.measured(self._read_chunk)
+        self._scheduler.publish(self.running)
+
+    def _read_chunk(self) -> int:
+        """Read a chunk of the prompts; the number of its tokens."""
+        readers = self._scheduler.readers(self.running)
+        before = sum([sequence.num_cached for sequence in readers])
+        are_waiting = any(sequence.is_prefilled for sequence in self.running)  # for their next round
+        most = self.stack.agreed(self.chunks.size()) if are_waiting else self.prefill_chunk
+        self._executors[-1].prefill(readers, most, self.policy)
+        return sum([sequence.num_cached for sequence in readers]) - before
+
+    def _report_reading(self) -> None:
+        num_read = sum([sequence.num_cached for sequence in self.running])
+        report("%d of %d tokens", num_read, sum([sequence.num_tokens - 1 for sequence in self.running]))
+
+    def _drop_finished(self) -> None:
+        """Sequences that ended, or whose own code raised, leave after a plan, or before the next one."""
+        for sequence in self.running:
+            if sequence.has_raised:
+                self._abort(sequence)
+        self.running = [sequence for sequence in self.running if not sequence.is_finished]
+
+    def _drop_aborted(self) -> None:
+        aborted = {self._aborted.popleft() for _ in range(len(self._aborted))}
+        if not aborted:
+            return
+        for sequence in self.running:
+            if sequence.request_id in aborted:
+                self._abort(sequence)
+        for sequence in self._scheduler.withdrawn(aborted):
+            self._abort(sequence)
+        self.running = [sequence for sequence in self.running if not sequence.is_finished]
+
+    def _abort(self, sequence: Sequence) -> None:
+        sequence.has_raised = False
+        self._finish(sequence, "abort")
+        text = sequence.stopper.flush()
+        self._rows.append(RowRound(sequence, 0, 0, [], text=text, finish_reason="abort"))
+
+    def close(self) -> None:
+        """Give back the pages of all sequences. Nothing may be done with the engine after that."""
+        for sequence in self.running:
+            self._release(sequence)
+        self.running = []
+
+    # --------------------------------------------------------------------------------------------------------- counts
+
+    @property
+    def num_waiting(self) -> int:
+        """Outputs that wait for a place in the batch."""
+        return len(self._scheduler)
+
+    @property
+    def num_running(self) -> int:
+        """Outputs that have a place: their prompts are read, or they are decoded."""
+        return len(self.running)
+
+    @property
+    def max_num_cached_tokens(self) -> int:
+        """Tokens whose keys and values fit at once."""
+        return self.cache.room
+
+    @property
+    def num_pages_in_use(self) -> int:
+        """Pages of `cache` that running sequences hold; the others are free, or are freed when they are needed."""
+        num_idle = 0 if self.prefix is None else self.prefix.num_idle_pages
+        return int(self.cache.num_pages - self.cache.num_free_pages - num_idle)
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """The share of the cache's pages that running sequences hold, in 0..1."""
+        return self.num_pages_in_use / int(self.cache.num_pages)
+
+    @property
+    def prefix_cache_queries(self) -> int:
+        """Prompt tokens of requests that began to run, since the engine was made; 0 without a prefix cache."""
+        return 0 if self.prefix is None else self.prefix.num_queried
+
+    @property
+    def prefix_cache_hits(self) -> int:
+        """Those of them whose keys and values were there already."""
+        return 0 if self.prefix is None else self.prefix.num_found

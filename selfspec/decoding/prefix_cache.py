@@ -7,13 +7,12 @@ recently used first. A row only writes behind its chain, so no shared page is ev
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict, abc
 from itertools import count
 from typing import Any
 
+from selfspec.core import Sequence
 from selfspec.decoding.prefix_key import ROOT, Block, Key, Reserved, bytes_of, num_common
-from selfspec.decoding.row import Row
 from selfspec.model.kv_cache import PagedCache
 from selfspec.model.stack import Stack
 
@@ -48,7 +47,7 @@ class PrefixCache:
 
     # ---------------------------------------------------------------------------------------------- rows that join
 
-    def reserve(self, prompt: Sequence[int], num_tokens: int) -> Reserved | None:
+    def reserve(self, prompt: abc.Sequence[int], num_tokens: int) -> Reserved | None:
         """Pages for a row that begins with `prompt` and comes to `num_tokens`; None where too few are free."""
         need, most = self.cache.pages_for(num_tokens), (len(prompt) - 1) // self.cache.page_size
         if need - most > self._num_available:
@@ -68,7 +67,7 @@ class PrefixCache:
         self.num_found += num_cached
         return Reserved([*(block.page for block in blocks), *own], blocks, num_cached)
 
-    def _found(self, prompt: Sequence[int], most: int) -> list[Block]:
+    def _found(self, prompt: abc.Sequence[int], most: int) -> list[Block]:
         """The known pages with which the prompt begins, without its last token, which the first round reads."""
         blocks = list[Block]()
         if self._edits is None:
@@ -80,7 +79,7 @@ class PrefixCache:
             blocks.append(known)
         return blocks
 
-    def _copied(self, prompt: Sequence[int], blocks: Sequence[Block], to: int) -> int:
+    def _copied(self, prompt: abc.Sequence[int], blocks: abc.Sequence[Block], to: int) -> int:
         """Copy what the page after these has in common with a known one; the number of tokens."""
         left = len(prompt) - 1 - len(blocks) * self.cache.page_size
         if left <= 0 or self._edits is None:
@@ -93,7 +92,7 @@ class PrefixCache:
         self.cache.copy(known.page, to, common)
         return common
 
-    def _key(self, content: Sequence[int], num_prompt: int, blocks: Sequence[Block], length: int) -> Key:
+    def _key(self, content: abc.Sequence[int], num_prompt: int, blocks: abc.Sequence[Block], length: int) -> Key:
         """Of the page after these."""
         size, start = self.cache.page_size, len(blocks) * self.cache.page_size
         num_wide = min(size, max(0, self._stack.num_wide(num_prompt - 1) - start))
@@ -102,12 +101,12 @@ class PrefixCache:
 
     # ------------------------------------------------------------------------------------------------ rows that run
 
-    def readers(self, rows: Iterable[Row]) -> list[Row]:
+    def readers(self, rows: list[Sequence]) -> list[Sequence]:
         """Rows that may read their prompts now.
 
         Rows take pages that others wrote since they joined. One whose next page another row is about to read waits.
         """
-        reading, readers = set[Key](), list[Row]()
+        reading, readers = set[Key](), list[Sequence]()
         for row in rows:
             key = self._next_key(row)
             while key is not None and key in self._blocks:
@@ -119,17 +118,17 @@ class PrefixCache:
                 reading.add(key)
         return readers
 
-    def _next_key(self, row: Row) -> Key | None:
+    def _next_key(self, row: Sequence) -> Key | None:
         """The key of the full page of its prompt that a row reads next; None where there is none."""
         size, at = self.cache.page_size, len(row.blocks)
         is_known = row.num_edits is not None and row.num_edits == self._edits and row.num_cached // size == at
-        if row.request.prompt_logprobs is not None:  # it reads all of its prompt, for the logits
+        if row.request.params.prompt_logprobs is not None:  # it reads all of its prompt, for the logits
             return None
         if not is_known or (at + 1) * size >= row.num_prompt_tokens:
             return None
-        return self._key(row.content, row.num_prompt_tokens, row.blocks, size)
+        return self._key(row.token_ids, row.num_prompt_tokens, row.blocks, size)
 
-    def _follow(self, row: Row, block: Block) -> None:
+    def _follow(self, row: Sequence, block: Block) -> None:
         """Let a row read a known page in place of its next one, of which it may have written a part or all."""
         size, at = self.cache.page_size, len(row.blocks)
         own, written = row.pages[at], row.num_cached - at * size
@@ -142,7 +141,7 @@ class PrefixCache:
         row.num_found += found
         self.num_found += found
 
-    def publish(self, rows: Iterable[Row]) -> None:
+    def publish(self, rows: list[Sequence]) -> None:
         """Let other rows find the full pages of these."""
         size = self.cache.page_size
         longer = [row for row in rows if row.num_cached // size > len(row.blocks) and row.num_edits is not None]
@@ -151,7 +150,7 @@ class PrefixCache:
             if row.num_edits != edits:
                 continue
             while len(row.blocks) < row.num_cached // size:
-                key = self._key(row.content, row.num_prompt_tokens, row.blocks, size)
+                key = self._key(row.token_ids, row.num_prompt_tokens, row.blocks, size)
                 known = self._blocks.get(key)
                 if known is not None:  # another row wrote the same; so all rows hold the whole chain of their pages
                     self._follow(row, known)
@@ -163,7 +162,7 @@ class PrefixCache:
 
     # ------------------------------------------------------------------------------------------------ rows that end
 
-    def release(self, row: Row) -> None:
+    def release(self, row: Sequence) -> None:
         """Take the pages of a row that ended, however it ended. Its first `num_cached` tokens have complete keys and
         values, also after an interrupt. A second call, after one that was interrupted, finds nothing to take."""
         self.publish([row])
@@ -172,14 +171,14 @@ class PrefixCache:
         size, held = self.cache.page_size, len(blocks)
         left = row.num_cached - held * size
         if 0 < left < size and edits is not None and edits == self._edits:
-            key = self._key(row.content, row.num_prompt_tokens, blocks, left)
+            key = self._key(row.token_ids, row.num_prompt_tokens, blocks, left)
             block = Block(key, pages[held], next(self._numbers), users=0)
             if self._note(block):
                 self._idle[block] = None
                 held += 1
             elif (known := self._branches[key.branch]) in self._idle:
                 self._idle.move_to_end(known)  # as late as the pages before it
-        self.cache.release(pages[held:], max(0, row.limit - held * size))
+        self.cache.release(pages[held:], max(0, row.max_length - held * size))
         self._let_go(blocks)
 
     def _note(self, block: Block) -> bool:
@@ -198,7 +197,7 @@ class PrefixCache:
         block.users += 1
         self._idle.pop(block, None)
 
-    def _let_go(self, blocks: Sequence[Block]) -> None:
+    def _let_go(self, blocks: abc.Sequence[Block]) -> None:
         """A row does not hold these any more: from the last page to the first, so that a text is freed from its end."""
         forgotten = list[int]()
         for block in reversed(blocks):

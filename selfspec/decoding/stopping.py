@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from threading import Lock
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-FinishReason = Literal["eos", "stop", "length", "cancelled"]
-
-
-class Tokenizer(Protocol):
-    """The part of a transformers tokenizer that decoding needs."""
-
-    def decode(self, token_ids: Any, **kwargs: Any) -> Any: ...
+from selfspec.core import FinishReason, StoppingCriterion
 
 
 class TextStream:
@@ -27,7 +21,7 @@ class TextStream:
     CONTEXT = 6
     MOST_CONTEXT = 64
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._ids, self._start = list(prompt[-self.MOST_CONTEXT :]), 0
         start = max(0, len(self._ids) - self.CONTEXT)
@@ -70,7 +64,7 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-class RowText:
+class SequenceText:
     """A row's text; its tokens are turned into text when somebody reads it, which takes longer than ending a round.
 
     They are turned in the order and in the blocks in which they came, so that a piece is the same whenever it is read.
@@ -80,7 +74,7 @@ class RowText:
         stop: see `TextStream`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._prompt, self._stop = tokenizer, prompt, stop
         self._stream: TextStream | None = None  # of the blocks that were read
         self._blocks: list[tuple[Sequence[int], bool]] = []  # tokens, and whether none follow
@@ -92,10 +86,10 @@ class RowText:
         """The stop string that ended what was read."""
         return None if self._stream is None else self._stream.found
 
-    def add(self, tokens: Sequence[int], last: bool = False) -> LateText:
+    def add(self, tokens: Sequence[int], last: bool = False) -> TextDelta:
         """Take the tokens that came; they are not copied."""
         self._blocks.append((tokens, last))
-        return LateText(self, len(self._blocks) - 1)
+        return TextDelta(self, len(self._blocks) - 1)
 
     def __len__(self) -> int:
         """Blocks that came."""
@@ -131,10 +125,10 @@ class RowText:
         return TextStream(self._tokenizer, self._prompt, self._stop)
 
 
-class LateText(NamedTuple):
+class TextDelta(NamedTuple):
     """What became certain of a row's text with one block; `str` of it is the text."""
 
-    text: RowText
+    text: SequenceText
     block: int
 
     def __str__(self) -> str:
@@ -147,9 +141,6 @@ class LateText(NamedTuple):
         return str, (str(self),)  # a copy is the text alone
 
 
-Criterion = Callable[[torch.Tensor, Any], Any]
-
-
 class Stopper:
     """Cuts a block of new tokens where its row ends, and hands what is kept on to its text."""
 
@@ -157,9 +148,9 @@ class Stopper:
         self,
         max_new_tokens: int,
         eos: frozenset[int] = frozenset(),
-        text: RowText | None = None,
+        text: SequenceText | None = None,
         stop: Sequence[str] = (),
-        criteria: Sequence[Criterion] = (),
+        criteria: Sequence[StoppingCriterion] = (),
         stop_tokens: frozenset[int] = frozenset(),
     ) -> None:
         self.max_new_tokens, self.eos, self._text, self._criteria = max_new_tokens, eos, text, criteria
@@ -175,7 +166,7 @@ class Stopper:
 
     def cut(
         self, content: Sequence[int], emitted: int, block: Sequence[int]
-    ) -> tuple[int, str | LateText, FinishReason | None]:
+    ) -> tuple[int, str | TextDelta, FinishReason | None]:
         """How many tokens of `block` are kept, their text, and why the row ends there, if it does.
 
         Args:
@@ -195,7 +186,7 @@ class Stopper:
         if not self.ends.isdisjoint(block):
             end = next(i for i, token in enumerate(block, 1) if token in self.ends)
             if end <= kept:
-                return end, self._push(block[:end], last=True), self._reason(block[end - 1])
+                return end, self._push(block[:end], last=True), "stop"
         if emitted + kept >= self.max_new_tokens:
             reason = "length"
         return kept, self._push(block[:kept], last=reason is not None), reason
@@ -208,7 +199,7 @@ class Stopper:
         text, kept = "", len(block)
         for i, token in enumerate(block):
             if token in self.ends:
-                reason = self._reason(token)
+                reason = "stop"
             text += str(self._push([token], last=False))
             asked = self._criterion([*content, *block[: i + 1]])
             if reason is None and (asked or self._stopped()):
@@ -220,21 +211,17 @@ class Stopper:
                 break
         return kept, text + str(self._push([], last=reason is not None)), reason
 
-    def _reason(self, token: int) -> FinishReason:
-        """Why a row ends with one of the tokens that end it."""
-        return "eos" if token in self.eos else "stop"
-
     def stop_reason(self, tokens: Sequence[int]) -> int | str | None:
-        """The token or text that ended a row of these tokens whose finish reason is "stop"; None: a criterion did."""
+        """The stop token or stop string that ended these tokens; None: an end of text, a criterion, or nothing did."""
         if tokens and tokens[-1] in self.ends:
-            return tokens[-1]
+            return None if tokens[-1] in self.eos else tokens[-1]
         return None if self._text is None else self._text.found
 
     def flush(self) -> str:
         """The text still held back, for a row that ends with no further token."""
         return str(self._push([], last=True))
 
-    def _push(self, tokens: Sequence[int], last: bool) -> str | LateText:
+    def _push(self, tokens: Sequence[int], last: bool) -> str | TextDelta:
         if self._text is None or self._stopped():
             return ""
         return self._text.add(tokens, last)

@@ -20,7 +20,6 @@ import numpy as np
 
 from selfspec.control.plan import CORPUS
 from selfspec.drafting.datastore_file import DEPTH, PAGE, About, open_file
-from selfspec.drafting.prompt_lookup import Guess
 from selfspec.errors import DatastoreError
 from selfspec.kernels import compiled_call
 from selfspec.model.fingerprint import vocabulary_of
@@ -100,7 +99,7 @@ class Datastore:
     def of(cls, given: str | Path | Datastore | None, tokenizer: Any = None) -> Datastore | None:
         """Open a path; an open datastore and None are returned as they are. Errors as for `open`."""
         if not isinstance(given, str | Path | Datastore | None):
-            raise ValueError(f"datastore must be a file or an open selfspec.Datastore, got {given!r}")
+            raise ValueError(f"corpus must be a file or an open selfspec.Datastore, got {given!r}")
         return cls.open(given, tokenizer) if isinstance(given, str | Path) else given
 
     def compiled(self) -> list[CompiledCorpus] | None:
@@ -149,13 +148,6 @@ class Datastore:
             end = far
         first = bisect_left(places, key, first, slot, key=before)
         return Match(length, first, bisect_right(places, key, slot, end, key=before))
-
-    def draft(self, context: Sequence[int], num_tokens: int) -> Guess:
-        """Draft at most `num_tokens` tokens after the longest match of a context; none without a match."""
-        match = self.find(context)
-        if match is None:
-            return Guess([], 0, CORPUS)
-        return Guess(self.continuation(match, num_tokens), match.length, CORPUS)
 
     def continuation(self, match: Match, num_tokens: int) -> list[int]:
         """The most frequent tokens after a match, each after those before it.

@@ -20,7 +20,7 @@ class DraftRow(NamedTuple):
     length: int  # number of tokens to draft, at least 0
 
 
-class Draft(NamedTuple):
+class PackedDraft(NamedTuple):
     """The tokens that ran through the early layers in a round, row after row: the last token, then the draft.
 
     The tokens of a tree are its nodes in order.
@@ -61,8 +61,8 @@ def draft_by_exit(
     choose: PickDraft,
     tapped: Sequence[int] = (),
     branches: PickBranches | None = None,
-) -> Draft:
-    """Draft the tokens of all rows step by step; a row leaves when it has drafted its length.
+) -> PackedDraft:
+    """PackedDraft the tokens of all rows step by step; a row leaves when it has drafted its length.
 
     A row's last drafted token and its branches run through the early layers, too, so that verification continues from
     the exit layer for all tokens, and full acceptance yields the bonus token.
@@ -129,7 +129,7 @@ class _Step(NamedTuple):
     taps: Tensor | None  # [K, rows, hidden_size]
 
 
-def _row_major(steps: list[_Step], num_rows: int) -> Draft:
+def _row_major(steps: list[_Step], num_rows: int) -> PackedDraft:
     lengths = [-1] * num_rows
     slots: list[list[int]] = [[] for _ in range(num_rows)]
     at = 0
@@ -146,4 +146,4 @@ def _row_major(steps: list[_Step], num_rows: int) -> Draft:
         index = tensor_of([slot for row in slots for slot in row], tokens.device)
         tokens, hidden = tokens[index], hidden[index]
         taps = None if taps is None else taps[:, index]
-    return Draft(tokens, hidden, lengths, taps)
+    return PackedDraft(tokens, hidden, lengths, taps)

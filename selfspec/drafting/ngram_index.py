@@ -18,6 +18,14 @@ SEPARATOR = -1  # ends every text of several; stands for the token before the fi
 _NO_KEY, _MIX = -1, 0x9E3779B1
 
 
+class Tally(NamedTuple):
+    """Statistics of lookup over a row's new tokens, by bin of the match before each token."""
+
+    num_tokens: int
+    seen: Sequence[int]  # tokens after a match of this bin
+    right: Sequence[int]  # those that equal the token after the earlier occurrence
+
+
 class Found(NamedTuple):
     """An occurrence of a context's last tokens."""
 

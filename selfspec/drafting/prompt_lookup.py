@@ -3,40 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
-from selfspec.control.plan import OWN_TEXT
-from selfspec.control.rows import Tally
+from selfspec.core import Draft
 from selfspec.drafting.compiled_index import CompiledIndex, new_index
-from selfspec.drafting.early_exit import Draft
-from selfspec.drafting.ngram_index import MOST_MATCHED, Index
+from selfspec.drafting.early_exit import PackedDraft
+from selfspec.drafting.ngram_index import MOST_MATCHED, Index, Tally
 from selfspec.model.kv_cache import tensor_of
 
 
-class Guess(NamedTuple):
-    """A draft by lookup."""
-
-    tokens: list[int]
-    match: int  # match length
-    source: int = OWN_TEXT  # where it comes from: one of `control.plan.SOURCES`
-
-
-def num_right(guess: Sequence[int], tokens: Sequence[int]) -> int:
+def num_right(drafted: Sequence[int], tokens: Sequence[int]) -> int:
     """The number of leading tokens of a draft that equal the output."""
     count = 0
-    for a, b in zip(guess, tokens, strict=False):
+    for a, b in zip(drafted, tokens, strict=False):
         if a != b:
             break
         count += 1
     return count
 
 
-def given_draft(last: Sequence[int], given: Sequence[Sequence[int]], device: torch.device) -> Draft:
-    """The draft of given tokens after each row's last token; all layers verify it (see `Draft.is_unread`)."""
+def given_draft(last: Sequence[int], given: Sequence[Sequence[int]], device: torch.device) -> PackedDraft:
+    """The draft of given tokens after each row's last token; all layers verify it (see `PackedDraft.is_unread`)."""
     tokens = tensor_of([one for token, own in zip(last, given, strict=True) for one in (token, *own)], device)
-    return Draft(tokens, tokens, [len(own) for own in given])
+    return PackedDraft(tokens, tokens, [len(own) for own in given])
 
 
 class Lookup:
@@ -83,19 +73,19 @@ class Lookup:
         num_tokens, self._tallied = self._read - self._tallied, self._read
         return Tally(num_tokens, *counts)
 
-    def draft(self, num_tokens: int) -> Guess:
+    def draft(self, num_tokens: int) -> Draft:
         """Draft `num_tokens` tokens, or none without a match.
 
         Where the earlier occurrence has fewer tokens after it, the text is a repetition, which the draft continues.
         """
         match = self.match
         if match == 0 or num_tokens < 1:
-            return Guess([], match)
+            return Draft([], match)
         content, start = self._content, self._place + 1
         period = self._read - start
         if num_tokens <= period:
-            return Guess(list(content[start : start + num_tokens]), match)
-        return Guess([content[start + i % period] for i in range(num_tokens)], match)
+            return Draft(list(content[start : start + num_tokens]), match)
+        return Draft([content[start + i % period] for i in range(num_tokens)], match)
 
     def _catch_up(self) -> None:
         content, index = self._content, self._index

@@ -6,10 +6,15 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from selfspec.control.plan import OWN_TEXT
-from selfspec.control.rows import Tally
+from selfspec.core import Draft
 from selfspec.drafting.compiled_index import CompiledIndex
-from selfspec.drafting.prompt_lookup import Guess, Lookup
-from selfspec.drafting.texts import Match, Texts
+from selfspec.drafting.datastore import Datastore
+from selfspec.drafting.datastore import Match as CorpusMatch
+from selfspec.drafting.ngram_index import Tally
+from selfspec.drafting.prompt_lookup import Lookup
+from selfspec.drafting.responses import Match, Responses
+
+Texts = Responses | Datastore  # where drafts by lookup may come from besides a sequence's own text
 
 OWN_LEAD = 3  # a match in other texts must be longer than one in the row's own text by more than this
 
@@ -35,7 +40,7 @@ class RowLookup:
     def __init__(self, content: Sequence[int], others: Sequence[Texts] = ()) -> None:
         self._content, self._others = content, others
         self._own: Lookup | None = None
-        self._found: tuple[Texts, Match] | None = None  # the best match in other texts, if it is used
+        self._found: tuple[Any, Match | CorpusMatch] | None = None  # the best match in other texts, if it is used
         self._found_for = -1  # the content's length at that time
 
     @property
@@ -68,18 +73,19 @@ class RowLookup:
         """Statistics of lookup in the row's own text since the last call."""
         return self.own.take_tally()
 
-    def guess(self, num_tokens: int) -> Guess:
+    def draft(self, num_tokens: int) -> Draft:
         """Draft at most `num_tokens` tokens."""
         found = self._find() if num_tokens > 0 else None
         if found is None:
             return self.own.draft(num_tokens)
         texts, match = found
-        return Guess(texts.continuation(match, num_tokens), match.length, texts.source)
+        return Draft(texts.continuation(match, num_tokens), match.length, texts.source)
 
-    def _find(self) -> tuple[Texts, Match] | None:
+    def _find(self) -> tuple[Any, Match | CorpusMatch] | None:
         if self._others and self._found_for != len(self._content):
             own = self.own.match
-            needed, best = own + OWN_LEAD if own else 0, None
+            needed = own + OWN_LEAD if own else 0
+            best: tuple[Any, Match | CorpusMatch] | None = None
             for texts in self._others:
                 found = texts.find(self._content)
                 if found is not None and found.length > needed:

@@ -1,114 +1,106 @@
-"""What a round is looked at for once it is decided: shadow picks, divergences, and lessons for exit heads."""
+"""What is computed once a round is decided: shadow picks, divergences, and training examples for exit heads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from selfspec.control.plan import Plan
+from selfspec.control.plan import ShadowPlan
+from selfspec.core import Plan, RowRound
 from selfspec.executors.draft_picks import DraftPicker
 from selfspec.executors.penalties import Penalties
 from selfspec.executors.picker import Picker
-from selfspec.executors.rows import Row
 from selfspec.executors.shadow import part_of, shadow_picks
-from selfspec.executors.verdict import Verdict
 from selfspec.model.stack import Stack
 
 # Is given, of one exit layer, what a head could learn from: hidden states `[n, hidden_size]` after it, and the target's
 # logits `[n, vocab]` at the same positions. Both are copies.
-Teach = Callable[[int, Tensor, Tensor], None]
+TrainingExamples = Callable[[int, Tensor, Tensor], None]
 
 
-def hand_on(
-    teach: Teach,
-    rows: Sequence[Row],
+def give_examples(
+    examples: TrainingExamples,
     plan: Plan,
-    verdicts: Sequence[Verdict],
+    outputs: list[RowRound],
     hidden: Tensor,  # [N, hidden_size] after the exit
-    taps: Sequence[Tensor],  # as in `with_shadows`
+    taps: abc.Sequence[Tensor],  # as in `add_shadow_picks`
     logits: Tensor,
 ) -> None:
-    """Lessons from where each row's draft was refused; where no layer drafted, from every row that was looked at.
+    """Give the positions at which drafts were rejected; where no layer drafted, the last one of every probed row.
 
     Logits are those before penalties. Rows with processors give none: what they pick holds for their requests only.
     """
-    starts, lessons = _starts(verdicts), []
-    for i, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
-        if plan.exit_layer:
-            refused, node = verdict.num_right < (verdict.chain or len(verdict.drafted)), verdict.num_right
-        else:
-            refused, node = bool(taps), verdict.path[-1]
-        if refused and not row.request.logits_processor:
-            lessons.append(starts[i] + node)
-    if not lessons:
+    chosen = []
+    for start, output in zip(_starts(outputs), outputs, strict=True):
+        right = output.num_chain_accepted
+        is_example = right < output.num_drafted if plan.exit_layer else bool(taps)
+        if is_example and not output.sequence.has_processors:
+            chosen.append(start + right)
+    if not chosen:
         return
-    at = torch.tensor(lessons, device=logits.device)
-    told = logits[at]
+    at = torch.tensor(chosen, device=logits.device)
+    target = logits[at]
     if plan.exit_layer:
-        teach(plan.exit_layer, hidden[at], told)
+        examples(plan.exit_layer, hidden[at], target)
     layers = plan.shadow.layers if plan.shadow is not None else ()
     for layer, seen in zip(layers, [one for part in taps for one in part], strict=True):
-        teach(layer, seen[at], told)
+        examples(layer, seen[at], target)
 
 
-def _starts(verdicts: Sequence[Verdict]) -> list[int]:
+def _starts(outputs: list[RowRound]) -> list[int]:
     """Where each row's tokens begin in the packed verification."""
-    starts = [0]
-    for verdict in verdicts:
-        starts.append(starts[-1] + len(verdict.drafted) + 1)
-    return starts[:-1]
+    sizes = [output.num_drafted + output.num_branch_tokens + 1 for output in outputs]
+    return list(accumulate(sizes[:-1], initial=0))
 
 
-def with_divergences(verdicts: list[Verdict], chooser: DraftPicker, logits: Tensor) -> list[Verdict]:
-    out = []
-    for i, (at, verdict) in enumerate(zip(_starts(verdicts), verdicts, strict=True)):
-        judged = min(verdict.num_right + 1, verdict.chain or len(verdict.drafted))
-        out.append(verdict._replace(divergences=chooser.divergences(i, logits[at : at + judged]) if judged else ()))
-    return out
+def add_divergences(outputs: list[RowRound], chooser: DraftPicker, scores: Tensor) -> None:
+    """Report KL(target || draft) at the judged positions, from the target's scores `[N, vocab]`."""
+    for i, (at, output) in enumerate(zip(_starts(outputs), outputs, strict=True)):
+        judged = min(output.num_chain_accepted + 1, output.num_drafted)
+        output.divergences = chooser.divergences(i, scores[at : at + judged]) if judged else ()
 
 
-def with_shadows(
+def add_shadow_picks(
     stack: Stack,
     picker: Picker,
-    rows: Sequence[Row],
-    plan: Plan,
-    verdicts: list[Verdict],
-    taps: Sequence[Tensor],  # [some of the plan's layers, N, hidden_size], in order: all of them together
+    shadow: ShadowPlan,
+    outputs: list[RowRound],
+    taps: abc.Sequence[Tensor],  # [some of the plan's layers, N, hidden_size], in order: all of them together
     logits: Tensor,
     penalties: Penalties | None = None,
-) -> list[Verdict]:
-    """Look at the judged positions of the rows the plan names; positions beyond a rejection say nothing."""
-    assert plan.shadow is not None
-    starts, out = _starts(verdicts), list(verdicts)
-    index: list[int] = []  # packed positions to look at, and what the target picked there
-    judged: list[int] = []
+) -> None:
+    """Probe the judged positions of the rows that the plan names; positions beyond a rejection say nothing."""
+    starts = _starts(outputs)
+    index: list[int] = []  # packed positions that are probed, and what the target picked there
+    picked: list[int] = []
     cuts: list[tuple[int, int, int]] = []  # row, and its part of the index
-    for i in plan.shadow.rows:
-        if rows[i].request.logits_processor:
+    for i in shadow.rows:
+        if outputs[i].sequence.has_processors:
             continue  # asking a processor about every layer's logits would cost more than it tells
-        count = min(verdicts[i].accepted + 1, plan.shadow.max_columns)
+        count = min(outputs[i].num_chain_accepted + 1, shadow.max_columns)
         cuts.append((i, len(index), len(index) + count))
-        index += [starts[i] + node for node in verdicts[i].path[:count]]
-        judged += verdicts[i].block[:count]
+        index += range(starts[i], starts[i] + count)
+        picked += outputs[i].token_ids[:count]
     if not index:
-        return out
-    # Of a single row's chain they follow one another, and need not be gathered.
+        return
+    # Those of a single row follow one another, and need not be gathered.
     is_run = index == list(range(index[0], index[0] + len(index)))
     at = slice(index[0], index[-1] + 1) if is_run else torch.tensor(index, device=logits.device)
-    where = [len(rows[i].content) + column for i, low, high in cuts for column in range(high - low)]
-    samplings = [rows[i].request.sampling for i, low, high in cuts for _ in range(high - low)]
+    lengths = [output.sequence.num_tokens for output in outputs]
+    positions = [lengths[i] + column for i, low, high in cuts for column in range(high - low)]
+    params = [outputs[i].sequence.request.params for i, low, high in cuts for _ in range(high - low)]
     parts = [part[:, at] for part in taps]
     hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
-    picks = torch.tensor(judged, device=logits.device)
-    exact, layers = plan.shadow.exact, plan.shadow.layers
+    picks = torch.tensor(picked, device=logits.device)
     penalty, target = None, logits[at]
     if penalties is not None:
         counts = {i: high - low for i, low, high in cuts}
-        penalty = penalties.along([verdict.block[: counts.get(i, 0)] for i, verdict in enumerate(verdicts)])
+        penalty = penalties.along([output.token_ids[: counts.get(i, 0)] for i, output in enumerate(outputs)])
         target = penalty.applied(target)
-    seen = shadow_picks(stack, picker, layers, hidden, samplings, where, target, picks, exact, penalty)
+    seen = shadow_picks(stack, picker, shadow.layers, hidden, params, positions, target, picks, shadow.exact, penalty)
     for i, low, high in cuts:
-        out[i] = out[i]._replace(shadow=part_of(seen, low, high))
-    return out
+        outputs[i].shadow = part_of(seen, low, high)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from selfspec.control.acceptance import likely_seconds
-from selfspec.control.plan import Plan, confidence_bin
-from selfspec.control.rows import StageSeconds
+from selfspec.control.plan import confidence_bin, likely_alternatives
+from selfspec.core import Plan, Sequence, StageSeconds
 from selfspec.drafting.early_exit import Branch
 from selfspec.executors.penalties import DraftPenalties, Penalties
-from selfspec.executors.pick import Sampling, Subset
+from selfspec.executors.pick import Subset
 from selfspec.executors.picker import Picker
 from selfspec.executors.processors import process
-from selfspec.executors.rows import Row
-from selfspec.kernels.compiled_pick import Picks
 from selfspec.model.stack import Stack
 
 
@@ -27,7 +22,7 @@ class DraftPicker:
         self,
         stack: Stack,
         picker: Picker,
-        rows: Sequence[Row],
+        rows: list[Sequence],
         plan: Plan,
         seconds: StageSeconds,
         penalties: Penalties | None = None,
@@ -35,10 +30,10 @@ class DraftPicker:
         self._penalties = None if penalties is None else DraftPenalties(penalties)
         self._stack, self._picker, self._rows, self._plan, self._seconds = stack, picker, rows, plan, seconds
         self._drafted: list[list[int]] = [[] for _ in rows]  # only kept for rows with processors
-        self._processes = any(row.request.logits_processor for row in rows)
+        self._processes = any(row.request.params.processors for row in rows)
         self._survival = [1.0] * len(rows)
         self.confidences: list[list[float]] = [[] for _ in rows]
-        self._others: list[list[int]] = [[] for _ in rows]  # second choices, where they are asked
+        self._alternatives: list[list[int]] = [[] for _ in rows]  # where they are asked
         self.logits: list[list[Tensor]] = [[] for _ in rows]  # [vocab] per drafted token, where divergences are asked
 
     def __call__(self, hidden: Tensor, members: list[int], step: int) -> tuple[Tensor, list[int]]:
@@ -52,15 +47,16 @@ class DraftPicker:
         if self._processes:
             pairs = zip(members, logits, strict=True)
             logits = torch.stack([process(self._rows[i], self._drafted[i], one) for i, one in pairs])
-        positions = [len(row.content) + step for row in rows]
-        samplings = [row.request.sampling for row in rows]
-        picks, sure, seconds = self._picks(logits, samplings, positions, tokens)
+        positions = [row.num_tokens + step for row in rows]
+        params = [row.request.params for row in rows]
+        picks, confidences = self._picker(logits, params, positions, tokens, self._plan.reads_confidence)
         if self._penalties is not None:
             self._penalties.add(picks)
-        going = members if sure is None else self._confident(sure.tolist(), members)
-        if seconds is not None:
-            for i, token in zip(members, seconds.tolist(), strict=True):
-                self._others[i].append(token)
+        going = members if confidences is None else self._continuing(confidences.tolist(), members)
+        if self._plan.alternatives is not None:
+            others = self._picker.alternatives(logits, params, positions, picks, tokens)
+            for i, token in zip(members, others.tolist(), strict=True):
+                self._alternatives[i].append(token)
         if self._processes:
             for i, token in zip(members, picks.tolist(), strict=True):
                 self._drafted[i].append(token)
@@ -69,14 +65,6 @@ class DraftPicker:
                 self.logits[i].append(one)
         self._seconds.lap("pick")
         return picks, going
-
-    def _picks(
-        self, logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int], tokens: Subset | None
-    ) -> Picks:
-        plan = self._plan
-        return self._picker(
-            logits, samplings, positions, tokens, plan.reads_confidence, plan.second_choices is not None
-        )
 
     def _logits(self, hidden: Tensor) -> tuple[Tensor, Subset | None]:
         """The exit's logits, of the whole vocabulary or of the part of it that the plan drafts over."""
@@ -87,16 +75,16 @@ class DraftPicker:
         logits, tokens = self._stack.draft_logits(hidden, plan.exit_layer, plan.draft_vocab)
         return logits, None if tokens is None else Subset(tokens, self._stack.vocab_size)
 
-    def _confident(self, sure: list[float], members: list[int]) -> list[int]:
+    def _continuing(self, confidences: list[float], members: list[int]) -> list[int]:
         """The rows that go on after this token; the token itself is never withdrawn."""
         plan = self._plan
-        for i, confidence in zip(members, sure, strict=True):
+        for i, confidence in zip(members, confidences, strict=True):
             self.confidences[i].append(confidence)
         if plan.stop is not None:
-            for i, confidence in zip(members, sure, strict=True):
+            for i, confidence in zip(members, confidences, strict=True):
                 self._survival[i] *= plan.stop.calibration[confidence_bin(confidence)]
             return members if plan.stop.goes_on([self._survival[i] for i in members]) else []
-        return [i for i, confidence in zip(members, sure, strict=True) if confidence >= plan.min_confidence]
+        return [i for i, confidence in zip(members, confidences, strict=True) if confidence >= plan.min_confidence]
 
     def divergences(self, row: int, target: Tensor) -> tuple[float, ...]:
         """KL(target || draft) in nats at the row's first drafted positions, given the target's logits `[n, vocab]`."""
@@ -106,9 +94,9 @@ class DraftPicker:
         return tuple(terms.sum(-1).tolist())
 
     def branches(self, row: int, length: int) -> list[Branch]:
-        """The second choices worth drafting beside a row's `length` tokens, in their order."""
-        rule = self._plan.second_choices
+        """The alternatives to a row's `length` drafted tokens that are worth drafting, in their order."""
+        rule = self._plan.alternatives
         assert rule is not None
-        most = min(rule.most, self._rows[row].room - 1 - length)
-        found = likely_seconds(rule, self.confidences[row], most)
-        return [Branch(node, self._others[row][node]) for node in found]
+        most = min(rule.most, self._rows[row].num_remaining - 1 - length)
+        found = likely_alternatives(rule, self.confidences[row], most)
+        return [Branch(node, self._alternatives[row][node]) for node in found]

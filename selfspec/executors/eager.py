@@ -5,27 +5,26 @@ A round without a draft is plain decoding, through the same code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from selfspec.control.plan import Plan
-from selfspec.control.rows import StageSeconds
-from selfspec.drafting.early_exit import Draft, DraftRow, draft_by_exit
+from selfspec.core import Plan, RoundOutput, RowRound, Sequence, StageSeconds
+from selfspec.drafting.early_exit import DraftRow, PackedDraft, draft_by_exit
 from selfspec.drafting.prompt_lookup import given_draft
-from selfspec.executors.after_round import Teach, hand_on, with_divergences, with_shadows
+from selfspec.executors.accept import accept, accept_tree, truncate_unsampleable
+from selfspec.executors.after_round import TrainingExamples, add_divergences, add_shadow_picks, give_examples
+from selfspec.executors.base import Executor, RoundDraft
 from selfspec.executors.draft_picks import DraftPicker
 from selfspec.executors.logprobs import token_logprobs
 from selfspec.executors.penalties import Penalties, paths_to
 from selfspec.executors.pick import filtered
 from selfspec.executors.picker import Picker
 from selfspec.executors.processors import process_packed
-from selfspec.executors.program import Executed, Executor, RoundDraft
-from selfspec.executors.rows import Row
-from selfspec.executors.verdict import Verdict, accept, drawable, walk
-from selfspec.model.kv_cache import PackedRows, PagedCache, Span, tensor_of
+from selfspec.model.kv_cache import PackedRows, PagedCache, Span, Tree, tensor_of
 from selfspec.model.stack import Stack, Taps
 
 
@@ -33,7 +32,7 @@ class EagerExecutor(Executor):
     """Runs every stage as torch operations; layers run as the stack has them, from recordings where it has those.
 
     Args:
-        teach: is handed what exit heads could learn from, see `Teach`.
+        examples: is given what exit heads could learn from, see `TrainingExamples`.
     """
 
     def __init__(
@@ -42,16 +41,16 @@ class EagerExecutor(Executor):
         cache: PagedCache,
         picker: Picker,
         new_seconds: Callable[[], StageSeconds] = StageSeconds,
-        teach: Teach | None = None,
+        examples: TrainingExamples | None = None,
     ) -> None:
         super().__init__(stack, cache, picker, new_seconds)
-        self._teach = teach
+        self._examples = examples
 
-    def serves(self, rows: Sequence[Row], plan: Plan) -> bool:
+    def serves(self, rows: list[Sequence], plan: Plan) -> bool:
         return True
 
     @torch.inference_mode()
-    def round(self, rows: Sequence[Row], draft: RoundDraft) -> Executed:
+    def round(self, rows: list[Sequence], draft: RoundDraft) -> RoundOutput:
         plan, seconds = draft.plan, self.new_seconds()
         tapped = plan.shadow.layers if plan.shadow is not None else ()
         penalties = Penalties.of(rows, self.stack.vocab_size, self.stack.device)
@@ -59,7 +58,7 @@ class EagerExecutor(Executor):
         start = 0 if drafted.is_unread else plan.exit_layer or 0
         trees = drafted.trees or [None] * len(rows)
         spans = [
-            Span(row.pages, len(row.content) - 1, n + 1, tree)
+            Span(row.pages, len(row.token_ids) - 1, n + 1, tree)
             for row, n, tree in zip(rows, drafted.lengths, trees, strict=True)
         ]
         packed = PackedRows(self.cache, spans, self.stack.device)
@@ -70,95 +69,97 @@ class EagerExecutor(Executor):
         logits = self.stack.logits(hidden)
         seconds.lap("head")
         positions = [at + 1 for span in spans for at in span.positions()]
-        verdicts, scores = self._accept(rows, drafted, logits, positions, penalties)
+        outputs, scores = self._accept(rows, drafted, logits, positions, penalties)
         seconds.lap("pick")
-        if drafted.trees is not None:
-            settle(self.cache, rows, verdicts)
-        verdicts = draft.with_matches(verdicts)
-        if chooser is not None:
-            verdicts = _with_chosen(verdicts, chooser, plan, scores)
+        draft.add_matches(outputs)
+        if chooser is not None and plan.reads_confidence:
+            for output, confidences in zip(outputs, chooser.confidences, strict=True):
+                output.confidences = tuple(confidences)
+        if chooser is not None and plan.keep_divergence:
+            add_divergences(outputs, chooser, scores)
         taps: list[Tensor] = []
         seconds.lap("rest")
         if plan.shadow is not None:
             seen = [h for h in (later or {}).values() if h is not None]
             taps = [*([] if drafted.taps is None else [drafted.taps]), *([torch.stack(seen)] if seen else [])]
-            verdicts = with_shadows(self.stack, self.picker, rows, plan, verdicts, taps, logits, penalties)
+            add_shadow_picks(self.stack, self.picker, plan.shadow, outputs, taps, logits, penalties)
             seconds.lap("shadow")
-        if self._teach is not None:
-            hand_on(self._teach, rows, plan, verdicts, drafted.hidden, taps, logits)
-        return Executed(plan.exit_layer if any(drafted.lengths) else None, verdicts, seconds)
+        if self._examples is not None:
+            give_examples(self._examples, plan, outputs, drafted.hidden, taps, logits)
+        return RoundOutput(plan.exit_layer if any(drafted.lengths) else None, outputs, seconds)
 
     def _draft(
         self,
-        rows: Sequence[Row],
+        rows: list[Sequence],
         draft: RoundDraft,
         seconds: StageSeconds,
-        tapped: Sequence[int],
+        tapped: abc.Sequence[int],
         penalties: Penalties | None,
-    ) -> tuple[Draft, DraftPicker | None]:
+    ) -> tuple[PackedDraft, DraftPicker | None]:
         """The round's draft, and who picked its tokens, if a layer drafted."""
-        plan, device, ends = draft.plan, self.stack.device, [row.content[-1] for row in rows]
+        plan, device, ends = draft.plan, self.stack.device, [row.token_ids[-1] for row in rows]
         if draft.given is not None:
-            return given_draft(ends, [guess.tokens for guess in draft.given], device), None
+            return given_draft(ends, [one.token_ids for one in draft.given], device), None
         last = tensor_of(ends, device)
         if plan.exit_layer is None:
-            return Draft(last, last, [0] * len(rows)), None
+            return PackedDraft(last, last, [0] * len(rows)), None
         plan = replace(plan, draft_bits=None)  # copies of layers are for compiled code
-        places = [DraftRow(row.pages, len(row.content) - 1, n) for row, n in zip(rows, plan.draft_lengths, strict=True)]
+        starts = [
+            DraftRow(row.pages, len(row.token_ids) - 1, n) for row, n in zip(rows, plan.draft_lengths, strict=True)
+        ]
         chooser = DraftPicker(self.stack, self.picker, rows, plan, seconds, penalties)
-        beside = None if plan.second_choices is None else chooser.branches
+        branches = None if plan.alternatives is None else chooser.branches
         exit_layer = plan.exit_layer or 0
-        return draft_by_exit(self.stack, self.cache, places, last, exit_layer, chooser, tapped, beside), chooser
+        return draft_by_exit(self.stack, self.cache, starts, last, exit_layer, chooser, tapped, branches), chooser
 
     def _accept(
         self,
-        rows: Sequence[Row],
-        draft: Draft,
+        rows: list[Sequence],
+        draft: PackedDraft,
         logits: Tensor,
-        positions: Sequence[int],
+        positions: abc.Sequence[int],
         penalties: Penalties | None,
-    ) -> tuple[list[Verdict], Tensor]:
+    ) -> tuple[list[RowRound], Tensor]:
         """The longest prefix of each draft that equals the target's picks, and the pick after it.
 
         Also the scores `[N, vocab]` that all were picked from.
         """
         owners = [i for i, n in enumerate(draft.lengths) for _ in range(n + 1)]
         scores = _processed(rows, owners, draft, logits, penalties)
-        samplings = [rows[i].request.sampling for i in owners]
-        picks = self.picker(scores, samplings, positions).tokens
-        known = [draft.tokens, picks]
-        if any(sampling.temperature > 0 for sampling in samplings):
+        params = [rows[i].request.params for i in owners]
+        known = [draft.tokens, self.picker(scores, params, positions).tokens]
+        if not all(one.is_greedy for one in params):
             known.append(scores.amax(-1).isfinite().long())  # no token can be drawn where all are -inf, or one is NaN
-        fed, chosen, *drawn = torch.stack(known).tolist()  # the round's one copy to the host
-        verdicts, at = [], 0
-        for i, (row, drafted) in enumerate(zip(rows, draft.lengths, strict=True)):
-            guess, own = fed[at + 1 : at + 1 + drafted], chosen[at : at + 1 + drafted]
+        fed, picks, *can_sample = torch.stack(known).tolist()  # the round's one copy to the host
+        outputs, at = [], 0
+        for i, (row, num_nodes) in enumerate(zip(rows, draft.lengths, strict=True)):
+            nodes = slice(at, at + 1 + num_nodes)
+            drafted, own = fed[at + 1 : at + 1 + num_nodes], picks[nodes]
             tree = None if draft.trees is None else draft.trees[i]
-            path: Sequence[int]
-            if tree is None:
-                path = range(accept(guess, own) + 1)
-            else:
-                path = walk(tree, guess, own)
-            if drawn and row.request.sampling.temperature > 0:
-                path = drawable(row, path, drawn[0][at : at + 1 + drafted])
-            block = [own[node] for node in path]
-            kept = slice(at, at + len(path)) if tree is None else [at + node for node in path]
-            keep = row.request.keep_logits
-            raw = logits[kept].clone() if keep else None
-            filtrate = filtered(scores[kept], row.request.sampling).clone() if keep else None
-            chain = 0 if draft.chains is None else draft.chains[i]
-            asked = row.request.logprobs
-            told = None if asked is None else token_logprobs(logits[kept], block, asked)
-            verdicts.append(Verdict(guess, path, block, raw, filtrate, tree, chain, logprobs=told))
-            at += drafted + 1
-        return verdicts, scores
+            path: abc.Sequence[int]
+            path = range(accept(drafted, own) + 1) if tree is None else accept_tree(tree, drafted, own)
+            if can_sample and not row.request.params.is_greedy:
+                path = truncate_unsampleable(row, path, can_sample[0][nodes])
+            output = RowRound(row, num_nodes, len(path) - 1, [own[node] for node in path], drafted)
+            if tree is not None and draft.chains is not None:
+                _count_branches(output, tree, path, draft.chains[i])
+                _compact_kv(self.cache, row, path)
+            kept = [at + node for node in path]
+            if row.request.params.logprobs is not None:
+                output.logprobs = token_logprobs(logits[kept], output.token_ids, row.request.params.logprobs)
+            if row.request.keep_logits:
+                output.logits = logits[kept].clone()
+                output.scores = filtered(scores[kept], row.request.params).clone()
+            outputs.append(output)
+            at += num_nodes + 1
+        return outputs, scores
 
 
 def _processed(
-    rows: Sequence[Row], owners: Sequence[int], draft: Draft, logits: Tensor, penalties: Penalties | None
+    rows: list[Sequence], owners: abc.Sequence[int], draft: PackedDraft, logits: Tensor, penalties: Penalties | None
 ) -> Tensor:
     """Logits `[N, vocab]` after penalties and processors, at every packed token with that token's own prefix."""
-    processes = any(row.request.logits_processor for row in rows)
+    processes = any(row.has_processors for row in rows)
     if penalties is None and not processes:
         return logits
     paths = paths_to(draft.lengths, draft.trees)
@@ -169,17 +170,22 @@ def _processed(
     return process_packed(rows, owners, paths, draft.tokens.tolist(), logits) if processes else logits
 
 
-def _with_chosen(verdicts: list[Verdict], chooser: DraftPicker, plan: Plan, scores: Tensor) -> list[Verdict]:
-    """With what the plan asks of the layer that drafted."""
-    if plan.reads_confidence:
-        verdicts = [v._replace(confidences=tuple(sure)) for v, sure in zip(verdicts, chooser.confidences, strict=True)]
-    return with_divergences(verdicts, chooser, scores) if plan.keep_divergence else verdicts
+def _count_branches(output: RowRound, tree: Tree, path: abc.Sequence[int], length: int) -> None:
+    """Tell the draft of `length` tokens from its alternatives, and show the branch that the output followed."""
+    right = next((i - 1 for i, node in enumerate(path) if node != i), len(path) - 1)
+    if right < length and right in tree.parents[length + 1 :]:
+        output.alternative = len(path) - 1 > right
+    output.num_drafted, output.num_branch_tokens = length, len(output.drafted) - length
+    branch = list(path)
+    for node in range(branch[-1] + 1, len(tree.parents)):
+        if tree.parents[node] == branch[-1]:
+            branch.append(node)
+    output.drafted = [output.drafted[node - 1] for node in branch[1:]]
 
 
-def settle(cache: PagedCache, rows: Sequence[Row], verdicts: Sequence[Verdict]) -> None:
-    """Accepted nodes that lie elsewhere than at their positions: move their keys and values there."""
-    for row, verdict in zip(rows, verdicts, strict=True):
-        away = [i for i, node in enumerate(verdict.path) if node != i]
-        if away:
-            base = len(row.content) - 1
-            cache.move(row.pages, [base + verdict.path[i] for i in away], [base + i for i in away])
+def _compact_kv(cache: PagedCache, row: Sequence, path: abc.Sequence[int]) -> None:
+    """Move keys and values of accepted nodes that lie elsewhere to their positions."""
+    away = [i for i, node in enumerate(path) if node != i]
+    if away:
+        base = len(row.token_ids) - 1
+        cache.move(row.pages, [base + path[i] for i in away], [base + i for i in away])

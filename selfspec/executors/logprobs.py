@@ -11,8 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MOST_LOGPROBS = 20  # likeliest tokens that a request may ask for
-
 
 class TokenLogprobs(NamedTuple):
     """What the target said of an emitted token."""

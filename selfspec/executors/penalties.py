@@ -8,15 +8,14 @@ where output tokens alone count. The first two are transformers', the last two a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from selfspec.executors.pick import Sampling
-from selfspec.executors.rows import Row
+from selfspec.core import SamplingParams, Sequence
 from selfspec.model.kv_cache import Tree
 
 
@@ -45,8 +44,8 @@ class Penalty(NamedTuple):
 class Text(NamedTuple):
     """What a row holds, and how it picks."""
 
-    sampling: Sampling
-    content: Sequence[int]
+    params: SamplingParams
+    token_ids: abc.Sequence[int]
     num_prompt_tokens: int
 
 
@@ -57,30 +56,30 @@ class Penalties:
         texts: what the R rows hold when the round begins.
     """
 
-    def __init__(self, texts: Sequence[Text], vocab_size: int, device: torch.device | str) -> None:
+    def __init__(self, texts: abc.Sequence[Text], vocab_size: int, device: torch.device | str) -> None:
         self._vocab_size, self._device = vocab_size, device
-        self._sizes = [text.sampling.no_repeat_ngram_size for text in texts]
-        contents = [text.content if text.sampling.penalizes else () for text in texts]
+        self._sizes = [text.params.penalties[3] for text in texts]
+        contents = [text.token_ids if text.params.penalizes else () for text in texts]
         longest = max(map(len, contents)) + max(self._sizes)
         pad = vocab_size  # a column of its own, which tokens that the head does not have share
         padded = np.full((len(texts), longest), pad)
         for line, own in zip(padded, contents, strict=True):
             line[longest - len(own) :] = own
-        self._content = self.sent(padded).clamp(max=pad)  # [R, longest], each line ends with its row's last token
+        self._token_ids = self.sent(padded).clamp(max=pad)  # [R, longest], each line ends with its row's last token
         outputs = [len(own) - text.num_prompt_tokens for own, text in zip(contents, texts, strict=True)]
         is_output = torch.arange(longest, device=device) >= longest - self.sent(outputs)[:, None]
         zeros = torch.zeros(len(texts), vocab_size + 1, dtype=torch.float32, device=device)
-        self._seen = zeros.bool().scatter_(1, self._content, True)
-        self._counts = zeros.scatter_add_(1, self._content, is_output.float())
-        numbers = self.sent([text.sampling.penalties[:3] for text in texts], np.float32)
+        self._seen = zeros.bool().scatter_(1, self._token_ids, True)
+        self._counts = zeros.scatter_add_(1, self._token_ids, is_output.float())
+        numbers = self.sent([text.params.penalties[:3] for text in texts], np.float32)
         self._repetition, self._presence, self._frequency = numbers.t()[:, :, None]
 
     @classmethod
-    def of(cls, rows: Sequence[Row], vocab_size: int, device: torch.device | str) -> Penalties | None:
+    def of(cls, rows: list[Sequence], vocab_size: int, device: torch.device | str) -> Penalties | None:
         """Those of rows as they are; None where no row has any."""
-        if not any(row.request.sampling.penalizes for row in rows):
+        if not any(row.request.params.penalizes for row in rows):
             return None
-        return cls([Text(row.request.sampling, row.content, row.num_prompt_tokens) for row in rows], vocab_size, device)
+        return cls([Text(row.request.params, row.token_ids, row.num_prompt_tokens) for row in rows], vocab_size, device)
 
     def sent(self, numbers: Any, dtype: type[Any] = np.int64) -> Tensor:
         """Numbers of the host on the device, without waiting for it."""
@@ -88,7 +87,7 @@ class Penalties:
         pinned = made.pin_memory() if torch.device(self._device).type == "cuda" else made
         return pinned.to(self._device, non_blocking=True)
 
-    def at(self, owners: Sequence[int], before: Tensor, depths: Sequence[int]) -> Penalty:
+    def at(self, owners: abc.Sequence[int], before: Tensor, depths: abc.Sequence[int]) -> Penalty:
         """What they do at N positions.
 
         Args:
@@ -105,8 +104,8 @@ class Penalties:
         bias = -(self._frequency[index] * counts + self._presence[index] * (counts > 0))
         for size in {self._sizes[i] for i in owners} - {0}:
             some = self.sent([n for n, i in enumerate(owners) if self._sizes[i] == size])
-            text = torch.cat([self._content[index[some]], drafted[some]], 1)
-            end = self._content.shape[1] + depth[some]
+            text = torch.cat([self._token_ids[index[some]], drafted[some]], 1)
+            end = self._token_ids.shape[1] + depth[some]
             bias[some] = bias[some].masked_fill(self._repeating(text, end, size), float("-inf"))
         return Penalty(self._repetition[index], seen[:, :pad], bias[:, :pad])
 
@@ -122,7 +121,7 @@ class Penalties:
         banned = torch.zeros(len(text), pad + 1, dtype=torch.bool, device=text.device)
         return banned.scatter_(1, windows[..., -1].masked_fill(~found, pad), True)
 
-    def along(self, blocks: Sequence[Sequence[int]]) -> Penalty:
+    def along(self, blocks: abc.Sequence[abc.Sequence[int]]) -> Penalty:
         """What they do at the positions of each row's next tokens, row after row: before each stand those before it."""
         owners = [i for i, block in enumerate(blocks) for _ in block]
         depths = [n for block in blocks for n in range(len(block))]
@@ -153,7 +152,7 @@ class DraftPenalties:
         self._drafted = torch.cat([self._drafted, picks[:, None]], 1)
 
 
-def paths_to(lengths: Sequence[int], trees: Sequence[Tree | None] | None = None) -> list[list[int]]:
+def paths_to(lengths: abc.Sequence[int], trees: abc.Sequence[Tree | None] | None = None) -> list[list[int]]:
     """Of every packed token, row after row, the packed drafted tokens on the way to it, with its own.
 
     Args:

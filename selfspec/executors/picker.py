@@ -9,7 +9,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from selfspec.executors.pick import Sampling, Subset, among, pick, pick_surely, scored, second_choices, surely
+from selfspec.core import SamplingParams
+from selfspec.executors.pick import Subset, confidences_of, pick, pick_with_confidence, scored, to_token_ids
 from selfspec.kernels.compiled_pick import Picks, compiled_pick, sampling_bytes
 from selfspec.kernels.gumbel import NoiseAhead
 from selfspec.model.stack import Stack
@@ -31,51 +32,64 @@ class Picker:
     def __call__(
         self,
         logits: Tensor,
-        samplings: Sequence[Sampling],
+        params: Sequence[SamplingParams],
         positions: Sequence[int],
         subset: Subset | None = None,
-        with_sure: bool = False,
-        with_seconds: bool = False,
+        with_confidence: bool = False,
     ) -> Picks:
-        """Picks at N positions; see `executors.pick.scored` for the arguments, and `surely` for how sure they are."""
+        """Picks at N positions; see `executors.pick.scored` for the arguments."""
         if self.is_compiled:
             tokens = None if subset is None else subset.tokens
-            return compiled_pick(logits, told_of(samplings), positions, tokens, with_sure, with_seconds)
-        at = torch.tensor(positions)
-        at = at.pin_memory().to(logits.device, non_blocking=True) if logits.is_cuda else at.to(logits.device)
-        if with_seconds:
-            scores = scored(logits, samplings, at, self._noise, subset)
-            best, sure = surely(scores)
-            return Picks(among(best, subset), sure, among(second_choices(scores, best), subset))
-        if with_sure:
-            return Picks(*pick_surely(logits, samplings, at, self._noise, subset), None)
-        return Picks(pick(logits, samplings, at, self._noise, subset), None, None)
+            return compiled_pick(logits, packed_params(params), positions, tokens, with_confidence)
+        at = _on_device(positions, logits)
+        if with_confidence:
+            return Picks(*pick_with_confidence(logits, params, at, self._noise, subset))
+        return Picks(pick(logits, params, at, self._noise, subset), None)
+
+    def alternatives(
+        self,
+        logits: Tensor,
+        params: Sequence[SamplingParams],
+        positions: Sequence[int],
+        picks: Tensor,
+        subset: Subset | None = None,
+    ) -> Tensor:
+        """What would be picked at N positions without `picks`, int64 `[N]`."""
+        scores = scored(logits, params, _on_device(positions, logits), self._noise, subset)
+        taken = picks if subset is None else torch.searchsorted(subset.tokens, picks)
+        return to_token_ids(scores.scatter(1, taken[:, None], float("-inf")).argmax(-1), subset)
 
 
-def told_of(samplings: Sequence[Sampling]) -> bytes:
-    """How rows pick, as compiled functions are told."""
-    return b"".join([_told(sampling) for sampling in samplings])
+def _on_device(positions: Sequence[int], logits: Tensor) -> Tensor:
+    at = torch.tensor(positions)
+    return at.pin_memory().to(logits.device, non_blocking=True) if logits.is_cuda else at.to(logits.device)
+
+
+def packed_params(params: Sequence[SamplingParams]) -> bytes:
+    """How rows pick, for compiled functions."""
+    return b"".join([_packed(one.filters, one.seed, one.penalties) for one in params])
 
 
 @lru_cache(maxsize=64)
-def _told(sampling: Sampling) -> bytes:
-    return sampling_bytes(*sampling.filters, sampling.seed, *sampling.penalties)
+def _packed(filters: tuple[float, int, float, float], seed: int, penalties: tuple[float, float, float, int]) -> bytes:
+    return sampling_bytes(*filters, seed, *penalties)
 
 
 @lru_cache(maxsize=1)
 def _agrees() -> bool:
     """Whether the compiled pick is torch's here, asked once."""
     filters = [(0.0, 0, 1.0, 0.0), (0.8, 0, 1.0, 0.0), (1.5, 40, 0.9, 0.0), (0.7, 0, 0.8, 0.1)]
-    samplings = [Sampling(*one, seed=seed) for one in filters for seed in (0, -7)]
-    logits = 3 * torch.randn(len(samplings), 999, generator=torch.Generator().manual_seed(0))
-    positions = [i << 30 for i in range(len(samplings))]
-    scores = scored(logits, samplings, torch.tensor(positions))
-    wanted, sure = surely(scores)
-    how = told_of(samplings)
-    picks, found, seconds = compiled_pick(logits, how, positions, with_sure=True, with_seconds=True)
-    assert found is not None and seconds is not None
-    same = torch.equal(picks, wanted) and torch.equal(seconds, second_choices(scores, wanted))
-    same = same and torch.allclose(found, sure, atol=1e-4)
+    params = [
+        SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+        for temperature, top_k, top_p, min_p in filters
+        for seed in (0, -7)
+    ]
+    logits = 3 * torch.randn(len(params), 999, generator=torch.Generator().manual_seed(0))
+    positions = [i << 30 for i in range(len(params))]
+    wanted, confidences = confidences_of(scored(logits, params, torch.tensor(positions)))
+    picks, found = compiled_pick(logits, packed_params(params), positions, with_confidence=True)
+    assert found is not None
+    same = torch.equal(picks, wanted) and torch.allclose(found, confidences, atol=1e-4)
     if not same:
         _log.warning("the compiled pick is wrong on this machine, so torch's operations pick")
     return same

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from selfspec.control.plan import SEED_POSITIONS, Policy
+from selfspec.core import Sequence
 from selfspec.executors.logprobs import TokenLogprobs, token_logprobs
 from selfspec.executors.penalties import Penalties, Text
 from selfspec.executors.picker import Picker
-from selfspec.executors.rows import Row
 from selfspec.executors.shadow import shadow_picks
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span, tensor_of
 from selfspec.model.stack import Stack, Taps
@@ -24,59 +24,59 @@ SCORED = 128  # positions whose logits are held at once
 class _Probe(NamedTuple):
     """The layers and prompt positions whose shadow picks a policy receives."""
 
-    row: Row
+    row: Sequence
     layers: tuple[int, ...]
     where: slice  # the probed positions in the packed call
     first: int  # content index of the first probed position
 
 
-def prefill(stack: Stack, cache: PagedCache, picker: Picker, rows: Sequence[Row], budget: int, policy: Policy) -> None:
+def prefill(stack: Stack, cache: PagedCache, picker: Picker, rows: list[Sequence], budget: int, policy: Policy) -> None:
     """Write keys and values of at most `budget` prompt tokens.
 
     The last token of each prompt is left to the first round. If the policy requests it, a prompt's last positions are
     probed (`Policy.seed_layers`, `Policy.seed`). Rows that ask for them get the log-probabilities of their prompts.
     """
-    if all(row.num_cached + 1 >= len(row.content) for row in rows):
+    if all(row.num_cached + 1 >= len(row.token_ids) for row in rows):
         return
     tokens: list[int] = []
     spans, fed, probes = [], [], []
-    for row, count in zip(rows, shares([len(row.content) - 1 - row.num_cached for row in rows], budget), strict=True):
+    for row, count in zip(rows, shares([len(row.token_ids) - 1 - row.num_cached for row in rows], budget), strict=True):
         if count <= 0:
             continue
         probe = _probe(row, row.num_cached, count, len(tokens), policy)
         probes += [probe] if probe is not None else []
         spans.append(Span(row.pages, row.num_cached, count))
-        tokens += row.content[row.num_cached : row.num_cached + count]
+        tokens += row.token_ids[row.num_cached : row.num_cached + count]
         fed.append((row, count))
     if not spans:
         return
     taps: Taps | None = dict.fromkeys(layer for probe in probes for layer in probe.layers) if probes else None
     packed = PackedRows(cache, spans, stack.device)
-    packed.plans["prompts"] = [len(row.content) - 1 for row, _ in fed]  # read in exact mode
+    packed.plans["prompts"] = [len(row.token_ids) - 1 for row, _ in fed]  # read in exact mode
     last = stack.run(packed, 0, stack.num_layers, tensor_of(tokens, stack.device), taps)
     at = 0
     for row, count in fed:
-        told = _prompt_logprobs(stack, row, last[at : at + count])
-        row.prompt_logprobs += told
+        logprobs = _prompt_logprobs(stack, row, last[at : at + count])
+        row.prompt_logprobs += logprobs
         row.num_cached += count
         at += count
     for probe in probes:
         _seed_policy(stack, picker, probe, last, taps or {}, policy)
 
 
-def _prompt_logprobs(stack: Stack, row: Row, last: Tensor) -> list[TokenLogprobs]:
+def _prompt_logprobs(stack: Stack, row: Sequence, last: Tensor) -> list[TokenLogprobs]:
     """Of the tokens after those just read, if the request asks for them. `last`: hidden states after the last layer."""
-    wanted = row.request.prompt_logprobs
+    wanted = row.request.params.prompt_logprobs
     if wanted is None:
         return []
-    told: list[TokenLogprobs] = []
-    tokens = row.content[row.num_cached + 1 : row.num_cached + 1 + len(last)]
+    logprobs: list[TokenLogprobs] = []
+    tokens = row.token_ids[row.num_cached + 1 : row.num_cached + 1 + len(last)]
     for at in range(0, len(last), SCORED):
-        told += token_logprobs(stack.logits(last[at : at + SCORED]), tokens[at : at + SCORED], wanted)
-    return told
+        logprobs += token_logprobs(stack.logits(last[at : at + SCORED]), tokens[at : at + SCORED], wanted)
+    return logprobs
 
 
-def shares(lacking: Sequence[int], budget: int) -> list[int]:
+def shares(lacking: abc.Sequence[int], budget: int) -> list[int]:
     """How many of the tokens that rows lack each of them reads.
 
     Rows read in the order in which they joined. Where the first one lacks more than the budget, it gets half of it, so
@@ -96,28 +96,28 @@ def shares(lacking: Sequence[int], budget: int) -> list[int]:
     return taken
 
 
-def _probe(row: Row, start: int, count: int, at: int, policy: Policy) -> _Probe | None:
+def _probe(row: Sequence, start: int, count: int, at: int, policy: Policy) -> _Probe | None:
     """The probe of the prompt tokens [start, start + count), which begin at `at` in the packed call; None: no probe."""
-    first = max(start, len(row.content) - 1 - SEED_POSITIONS)
-    if row.request.logits_processor or not row.request.speculative or first >= start + count:
+    first = max(start, len(row.token_ids) - 1 - SEED_POSITIONS)
+    if row.has_processors or not row.request.params.speculative or first >= start + count:
         return None
-    layers = tuple(policy.seed_layers(row.state))
+    layers = tuple(policy.seed_layers(row))
     return _Probe(row, layers, slice(at + first - start, at + count), first) if layers else None
 
 
 def _seed_policy(stack: Stack, picker: Picker, probe: _Probe, last: Tensor, taps: Taps, policy: Policy) -> None:
     """Compute the shadow picks of a probe and give them to the policy. `last`: hidden states after the last layer."""
     final = last[probe.where]
-    sampling, content, start = probe.row.request.sampling, probe.row.content, probe.first + 1
-    samplings = [sampling] * len(final)
+    params, content, start = probe.row.request.params, probe.row.token_ids, probe.first + 1
+    many = [params] * len(final)
     positions = range(start, start + len(final))
     logits, penalty = stack.logits(final), None
-    if sampling.penalizes:
-        as_prompt = replace(sampling, presence_penalty=0.0, frequency_penalty=0.0)  # there is no output yet
+    if params.penalizes:
+        as_prompt = replace(params, presence_penalty=0.0, frequency_penalty=0.0)  # there is no output yet
         penalties = Penalties([Text(as_prompt, content[:start], start)], stack.vocab_size, stack.device)
         penalty = penalties.along([content[start : start + len(final)]])
         logits = penalty.applied(logits)
-    picks = picker(logits, samplings, positions).tokens
+    picks = picker(logits, many, positions).tokens
     hidden = torch.stack([taps[layer][probe.where] for layer in probe.layers])  # type: ignore[index]
-    shadow = shadow_picks(stack, picker, probe.layers, hidden, samplings, positions, logits, picks, penalty=penalty)
-    policy.seed(probe.row.state, shadow)
+    shadow = shadow_picks(stack, picker, probe.layers, hidden, many, positions, logits, picks, penalty=penalty)
+    policy.seed(probe.row, shadow)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from selfspec.executors.rows import Row
+from selfspec.core import Sequence
 
 
 def process_packed(
-    rows: Sequence[Row], owners: Sequence[int], paths: Sequence[Sequence[int]], fed: list[int], logits: Tensor
+    rows: list[Sequence],
+    owners: abc.Sequence[int],
+    paths: abc.Sequence[abc.Sequence[int]],
+    fed: list[int],
+    logits: Tensor,
 ) -> Tensor:
     """Apply each row's processors at every position, each with its own prefix: the content and the drafts before it.
 
@@ -26,7 +30,7 @@ def process_packed(
     return torch.stack([process(rows[i], [fed[at] for at in path], one) for i, path, one in each])
 
 
-def process(row: Row, drafted: Sequence[int], logits: Tensor) -> Tensor:
+def process(row: Sequence, drafted: abc.Sequence[int], logits: Tensor) -> Tensor:
     """A row's processors on logits `[vocab]`, after its content and the `drafted` tokens.
 
     The dtype stays: rows that are packed beside this one must not get another.
@@ -34,18 +38,18 @@ def process(row: Row, drafted: Sequence[int], logits: Tensor) -> Tensor:
     Raises:
         ValueError: a processor returns something else than logits `[1, vocab]`; it is the row's own fault.
     """
-    if not row.request.logits_processor:
+    if not row.request.params.processors:
         return logits
-    ids = torch.tensor([[*row.content, *drafted]], device=logits.device)
+    ids = torch.tensor([[*row.token_ids, *drafted]], device=logits.device)
     scores: Any = logits[None].clone()
-    with row.blamed():
-        for one in row.request.logits_processor:
+    with row.blame():
+        for one in row.request.params.processors:
             scores = one(ids, scores)
         shape = tuple(getattr(scores, "shape", ()))
         if not isinstance(scores, Tensor) or shape != (1, len(logits)):
             raise ValueError(
-                f"logits_processor must return a tensor of logits [1, {len(logits)}], got a {type(scores).__name__} of "
-                f"shape {[*shape]}"
+                f"logits_processors must return a tensor of logits [1, {len(logits)}], "
+                f"got a {type(scores).__name__} of shape {[*shape]}"
             )
     processed: Tensor = scores[0].to(logits.dtype)
     return processed

@@ -1,4 +1,4 @@
-"""Shadow picks: the tokens that other layers than the exit layer would have picked at the verified positions.
+"""ShadowPicks picks: the tokens that other layers than the exit layer would have picked at the verified positions.
 
 They need no pass over layers, since the verification computes the hidden states. They rarely need the whole head: a
 layer counts as right if it prefers the target's pick to the target's other most probable tokens and to a fixed sample
@@ -12,12 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from selfspec.control.rows import Shadow
-from selfspec.executors.cpu.body import CompiledBody
-from selfspec.executors.cpu.shadow import can_compute_shadow, compiled_shadow
+from selfspec.core import SamplingParams, ShadowPicks
 from selfspec.executors.penalties import Penalty
-from selfspec.executors.pick import Sampling, filtered
-from selfspec.executors.picker import Picker, told_of
+from selfspec.executors.pick import filtered
+from selfspec.executors.picker import Picker, packed_params
 from selfspec.kernels.gumbel import gumbel
 from selfspec.model.kv_cache import tensor_of
 from selfspec.model.shortlist import NUM_TOP
@@ -31,69 +29,48 @@ def shadow_picks(
     picker: Picker,
     layers: Sequence[int],
     hidden: Tensor,
-    samplings: Sequence[Sampling],
+    params: Sequence[SamplingParams],
     positions: Sequence[int],
     target: Tensor,
     target_picks: Tensor,
     exact: bool = False,
     penalty: Penalty | None = None,
-) -> Shadow:
+) -> ShadowPicks:
     """Whether each layer would have picked the target's token at N positions, with the noise and filters of their rows.
 
     Args:
         hidden: `[layers, N, hidden_size]`, after each of the layers.
-        samplings: per position, how its row picks.
+        params: per position, how its row picks.
         positions: per position, the index in its row's content of the token picked there.
         target: `[N, vocab]`, the target's logits, after penalties.
         target_picks: int64 `[N]`, the target's picks.
         exact: compute logits over the whole vocabulary.
         penalty: penalties at the N positions.
     """
-    hits, sure = None, None
-    if (
-        not exact
-        and picker.is_compiled
-        and isinstance(stack.compiled, CompiledBody)
-        and can_compute_shadow(stack.compiled)
-    ):
-        hits, sure = in_one_call(
-            stack, stack.compiled, layers, hidden, samplings, positions, target, target_picks, penalty
+    hits, confidences = None, None
+    if not exact and picker.is_compiled and stack.compiled is not None:
+        how = packed_params(params)
+        num_likely = min(NUM_TOP, target.shape[1]) - 1
+        through = stack.through_heads(hidden, layers)
+        found = stack.compiled.shadow_picks(
+            through, how, positions, target, target_picks, num_likely, stack.others, penalty
         )
+        hits, confidences = (None, None) if found is None else found
     elif not exact:
-        hits, sure = over_shortlist(stack, picker, layers, hidden, samplings, positions, target, target_picks, penalty)
-    if hits is None or sure is None:
-        hits, sure = _over_vocabulary(stack, picker, layers, hidden, samplings, positions, target_picks, penalty)
+        hits, confidences = over_shortlist(stack, layers, hidden, params, positions, target, target_picks, penalty)
+    if hits is None or confidences is None:
+        hits, confidences = _over_vocabulary(stack, picker, layers, hidden, params, positions, target_picks, penalty)
     if hits.device.type == "cpu":
-        return Shadow(tuple(layers), hits.numpy(), sure.float().numpy())
-    on_host = torch.stack([hits.float(), sure.float()]).cpu().numpy()  # one copy to the host
-    return Shadow(tuple(layers), on_host[0] > 0, on_host[1])
-
-
-def in_one_call(
-    stack: Stack,
-    body: CompiledBody,
-    layers: Sequence[int],
-    hidden: Tensor,
-    samplings: Sequence[Sampling],
-    positions: Sequence[int],
-    target: Tensor,
-    target_picks: Tensor,
-    penalty: Penalty | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The results of `over_shortlist` by one compiled call; its other arguments are those of `shadow_picks`."""
-    hidden = stack.through_heads(hidden, layers)
-    num_likely = min(NUM_TOP, target.shape[1]) - 1
-    return compiled_shadow(
-        body, hidden, told_of(samplings), positions, target, target_picks, num_likely, stack.others, penalty
-    )
+        return ShadowPicks(tuple(layers), hits.numpy(), confidences.float().numpy())
+    on_host = torch.stack([hits.float(), confidences.float()]).cpu().numpy()  # one copy to the host
+    return ShadowPicks(tuple(layers), on_host[0] > 0, on_host[1])
 
 
 def over_shortlist(
     stack: Stack,
-    picker: Picker,
     layers: Sequence[int],
     hidden: Tensor,
-    samplings: Sequence[Sampling],
+    params: Sequence[SamplingParams],
     positions: Sequence[int],
     target: Tensor,
     target_picks: Tensor,
@@ -119,21 +96,21 @@ def over_shortlist(
     weights = torch.ones_like(logits[0])
     weights[:, num_top:] = represented.clamp(min=1)[:, None]
     groups: dict[tuple[float, int, float, float], list[int]] = {}
-    for i, sampling in enumerate(samplings):
-        groups.setdefault(sampling.filters, []).append(i)
+    for i, one in enumerate(params):
+        groups.setdefault(one.filters, []).append(i)
     for members in groups.values():
-        if samplings[members[0]].temperature > 0:
+        if not params[members[0]].is_greedy:
             at = tensor_of(members, logits.device)
             tokens = torch.cat((top[at], stack.others.expand(len(members), -1)), 1)
-            seeds = tensor_of([samplings[i].seed for i in members], logits.device)
-            places = tensor_of([positions[i] for i in members], logits.device)
-            noise = gumbel(seeds, places, target.shape[1], tokens)
-            kept = filtered(logits[:, at].flatten(0, 1), samplings[members[0]]).view(len(logits), len(members), -1)
+            seeds = tensor_of([params[i].seed for i in members], logits.device)
+            at_positions = tensor_of([positions[i] for i in members], logits.device)
+            noise = gumbel(seeds, at_positions, target.shape[1], tokens)
+            kept = filtered(logits[:, at].flatten(0, 1), params[members[0]]).view(len(logits), len(members), -1)
             logits[:, at] = kept + noise
             weights[at] = 1  # with noise, few tokens dominate, so that a sample does not represent the rest
     best = logits.amax(-1)
-    sure = 1 / ((logits - best[..., None]).exp() * weights).sum(-1)
-    return logits[..., 0] >= best, sure
+    confidences = 1 / ((logits - best[..., None]).exp() * weights).sum(-1)
+    return logits[..., 0] >= best, confidences
 
 
 def _over_vocabulary(
@@ -141,7 +118,7 @@ def _over_vocabulary(
     picker: Picker,
     layers: Sequence[int],
     hidden: Tensor,
-    samplings: Sequence[Sampling],
+    params: Sequence[SamplingParams],
     positions: Sequence[int],
     target_picks: Tensor,
     penalty: Penalty | None = None,
@@ -149,18 +126,18 @@ def _over_vocabulary(
     """Hits and confidences `[layers, N]` from logits of the whole vocabulary."""
     count = hidden.shape[1]
     per_call = max(1, CHUNK // count)
-    hits, sure = [], []
+    hits, confidences = [], []
     for first in range(0, len(layers), per_call):
         some = layers[first : first + per_call]
         logits = stack.early_logits(hidden[first : first + per_call], some)
         logits = logits if penalty is None else penalty.applied(logits)
-        picks = picker(logits.flatten(0, 1), [*samplings] * len(some), [*positions] * len(some), with_sure=True)
-        assert picks.sure is not None
+        picks = picker(logits.flatten(0, 1), [*params] * len(some), [*positions] * len(some), with_confidence=True)
+        assert picks.confidences is not None
         hits.append(picks.tokens == target_picks.repeat(len(some)))
-        sure.append(picks.sure)
-    return torch.cat(hits).view(-1, count), torch.cat(sure).view(-1, count)
+        confidences.append(picks.confidences)
+    return torch.cat(hits).view(-1, count), torch.cat(confidences).view(-1, count)
 
 
-def part_of(shadow: Shadow, start: int, stop: int) -> Shadow:
+def part_of(shadow: ShadowPicks, start: int, stop: int) -> ShadowPicks:
     """The shadow picks at positions [start, stop)."""
-    return Shadow(shadow.layers, shadow.hits[:, start:stop], shadow.confidences[:, start:stop])
+    return ShadowPicks(shadow.layers, shadow.hits[:, start:stop], shadow.confidences[:, start:stop])

@@ -18,8 +18,7 @@ class Picks(NamedTuple):
     """The tokens picked at N positions."""
 
     tokens: Tensor  # int64 [N]
-    sure: Tensor | None  # fp32 [N], confidences; None: not requested
-    seconds: Tensor | None  # int64 [N], second choices; None: not requested
+    confidences: Tensor | None = None  # fp32 [N], of the tokens; None: not requested
 
 
 def sampling_bytes(
@@ -33,30 +32,28 @@ def sampling_bytes(
     frequency: float = 0.0,
     ngram: int = 0,
 ) -> bytes:
-    """The bytes of a `How` structure: a row's sampling parameters for compiled functions.
+    """The bytes of a `SamplingParams` structure: a row's sampling parameters for compiled functions.
 
     `compiled_pick` ignores the penalties in it: it takes logits to which they are applied already.
     """
-    return bytes(c.How(temperature, top_p, min_p, repetition, presence, frequency, top_k, seed, ngram))
+    return bytes(c.SamplingParams(temperature, top_p, min_p, repetition, presence, frequency, top_k, seed, ngram))
 
 
 def compiled_pick(
     logits: Tensor,
-    how: bytes,
+    params: bytes,
     positions: Sequence[int],
     tokens: Tensor | None = None,
-    with_sure: bool = False,
-    with_seconds: bool = False,
+    with_confidence: bool = False,
 ) -> Picks:
     """Pick one token per row of logits on CPU. A row's pick does not depend on the other rows.
 
     Args:
         logits: fp32 `[N, T]`.
-        how: `sampling_bytes` of each row, joined.
+        params: `sampling_bytes` of each row, joined.
         positions: `[N]`, the index in its row's content of the token to be picked.
         tokens: int64 `[T]` or `[N, T]`, ascending: the token ids of the logits; None: the whole vocabulary.
-        with_sure: compute confidences.
-        with_seconds: compute second choices.
+        with_confidence: compute confidences.
 
     Raises:
         NoCompilerError: see `selfspec.kernels.compiler.library`.
@@ -64,14 +61,14 @@ def compiled_pick(
     lib, (count, size) = c.functions(), logits.shape
     logits = logits if logits.dtype == torch.float32 and logits.stride(1) == 1 else logits.float().contiguous()
     picks = logits.new_empty(count, dtype=torch.int64)
-    seconds = logits.new_empty(count, dtype=torch.int64) if with_seconds else None
-    sure = logits.new_empty(count) if with_sure else None
+    confidences = logits.new_empty(count) if with_confidence else None
     threads = min(torch.get_num_threads(), count) if count * size > MAX_SINGLE_THREAD else 1
     memory = logits.new_empty(threads * lib.selfspec_pick_floats(size))
     names, stride = (None, 0) if tokens is None else (tokens.data_ptr(), tokens.stride(0) if tokens.dim() > 1 else 0)
+    at = (ctypes.c_int64 * count)(*positions)
     lib.selfspec_pick(
-        *(logits.data_ptr(), logits.stride(0), count, size, how, (ctypes.c_int64 * count)(*positions), names, stride),
-        *(picks.data_ptr(), None if sure is None else sure.data_ptr(), None if seconds is None else seconds.data_ptr()),
+        *(logits.data_ptr(), logits.stride(0), count, size, params, at, names, stride),
+        *(picks.data_ptr(), None if confidences is None else confidences.data_ptr()),
         *(memory.data_ptr(), threads),
     )
-    return Picks(picks, sure, seconds)
+    return Picks(picks, confidences)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from selfspec.control.plan import CONFIDENCE_EDGES, LOOKUP, Plan, SurvivalStop
-from selfspec.control.rows import StageSeconds
-from selfspec.executors.after_round import with_shadows
+from selfspec.control.plan import CONFIDENCE_EDGES, SurvivalStop, table_of
+from selfspec.core import LOOKUP, Plan, RoundOutput, RowRound, Sequence, StageSeconds
+from selfspec.executors.after_round import add_shadow_picks
+from selfspec.executors.base import Executor, RoundDraft, next_exit
 from selfspec.executors.cpu.body import CompiledBody
 from selfspec.executors.cpu.buffers import (
     Drafter,
@@ -16,18 +18,14 @@ from selfspec.executors.cpu.buffers import (
     ProgramLimits,
     RoundResult,
     RowResult,
-    SecondChoiceRule,
     StopRule,
 )
 from selfspec.executors.cpu.pick_data import PickData
 from selfspec.executors.cpu.rounds import CompiledRounds, max_rounds
 from selfspec.executors.penalties import Penalties
 from selfspec.executors.pick import filtered
-from selfspec.executors.picker import Picker, told_of
-from selfspec.executors.program import Executed, Executor, RoundDraft, next_exit
-from selfspec.executors.rows import Row
-from selfspec.executors.verdict import Verdict
-from selfspec.model.kv_cache import PagedCache, Span, Tree
+from selfspec.executors.picker import Picker, packed_params
+from selfspec.model.kv_cache import PagedCache, Span
 from selfspec.model.stack import Stack
 
 
@@ -45,9 +43,9 @@ class CpuExecutor(Executor):
         body = stack.compiled if picker.is_compiled and stack.runner is None else None
         self._rounds = CompiledRounds(body) if isinstance(body, CompiledBody) else None
 
-    def serves(self, rows: Sequence[Row], plan: Plan) -> bool:
+    def serves(self, rows: list[Sequence], plan: Plan) -> bool:
         """Whether the plan can run in compiled code; see `Executor.serves`."""
-        if self._rounds is None or plan.keep_divergence or any(row.request.logits_processor for row in rows):
+        if self._rounds is None or plan.keep_divergence or plan.alternatives or any(row.has_processors for row in rows):
             return False
         if any(_may_ban_all_tokens(row, self.stack.vocab_size) for row in rows):
             return False
@@ -56,10 +54,10 @@ class CpuExecutor(Executor):
         keeps = any(row.request.keep_logits for row in rows)
         return not (keeps or plan.shadow is not None) or self._hidden_state_buffers(rows, plan) is not None
 
-    def run(self, rows: Sequence[Row], plan: Plan, deadline: float) -> Iterator[Executed]:
+    def run(self, rows: list[Sequence], plan: Plan, deadline: float) -> Iterator[RoundOutput]:
         """Run the rounds of a plan, in one call if possible; see `Executor.run`."""
         keeps = any(row.request.keep_logits for row in rows)
-        lookups = [] if plan.table is None else [row.lookup.compiled() for row in rows]
+        lookups = [] if table_of(plan) is None else [row.lookup.compiled() for row in rows]
         texts = [one for one in lookups if one is not None]  # held as long as the program runs
         if keeps or plan.shadow is not None or len(texts) < len(lookups):
             yield from super().run(rows, plan, deadline)
@@ -70,54 +68,59 @@ class CpuExecutor(Executor):
         limits = ProgramLimits(min(plan.num_rounds, max_rounds(len(rows))), deadline, ends)
         if texts:
             others = [(source, one.address) for source, one in texts[0].others]
-            limits = limits._replace(indices=[one.own.address for one in texts], others=others, table=plan.table)
+            limits = limits._replace(indices=[one.own.address for one in texts], others=others, table=table_of(plan))
         yield from self._executed(rows, plan, limits)
 
-    def round(self, rows: Sequence[Row], draft: RoundDraft) -> Executed:
+    def round(self, rows: list[Sequence], draft: RoundDraft) -> RoundOutput:
         """Run one round in one call; see `Executor.round`."""
-        plan, given = draft.plan, None if draft.given is None else [guess.tokens for guess in draft.given]
+        plan, given = draft.plan, None if draft.given is None else [one.token_ids for one in draft.given]
         keeps = any(row.request.keep_logits for row in rows)
         hidden_states = self._hidden_state_buffers(rows, plan) if keeps or plan.shadow is not None else None
         penalties = None if hidden_states is None else Penalties.of(rows, self.stack.vocab_size, self.stack.device)
         limits = ProgramLimits(1, 0.0, [()] * len(rows))
-        executed = next(self._executed(rows, plan, limits, given, hidden_states))
-        verdicts, seconds = executed.verdicts, executed.seconds
-        verdicts = draft.with_matches(verdicts)
+        output = next(self._executed(rows, plan, limits, given, hidden_states))
+        if draft.given is not None:
+            output.exit_layer = LOOKUP
+            draft.add_matches(output.rows)
         if hidden_states is not None and keeps:
-            verdicts = _with_logits(rows, verdicts, hidden_states, penalties)
+            _add_logits(output.rows, hidden_states, penalties)
         if hidden_states is not None and plan.shadow is not None:
-            seconds.restart()
+            output.seconds.restart()
             taps, logits = [hidden_states.hidden], hidden_states.logits
-            verdicts = with_shadows(self.stack, self.picker, rows, plan, verdicts, taps, logits, penalties)
-            seconds.lap("shadow")
-        return Executed(executed.exit_layer if draft.given is None else LOOKUP, verdicts, seconds)
+            add_shadow_picks(self.stack, self.picker, plan.shadow, output.rows, taps, logits, penalties)
+            output.seconds.lap("shadow")
+        return output
 
     def _executed(
         self,
-        rows: Sequence[Row],
+        rows: list[Sequence],
         plan: Plan,
         limits: ProgramLimits,
-        given: Sequence[Sequence[int]] | None = None,
+        given: abc.Sequence[abc.Sequence[int]] | None = None,
         hidden_states: HiddenStateBuffers | None = None,
-    ) -> Iterator[Executed]:
+    ) -> Iterator[RoundOutput]:
         assert self._rounds is not None
         seconds = self.new_seconds()
-        begin, rooms = seconds.now(), [row.room - 1 for row in rows]
+        begin, capacities = seconds.now(), [row.num_remaining - 1 for row in rows]
         lengths = [0] * len(rows)
         if plan.exit_layer and given is None:
-            lengths = [min(length, room) for length, room in zip(plan.draft_lengths, rooms, strict=True)]
+            lengths = [min(length, room) for length, room in zip(plan.draft_lengths, capacities, strict=True)]
         drafter = self._drafter(plan) if plan.exit_layer and given is None else None
-        spans = [Span(row.pages, len(row.content) - 1, n) for row, n in zip(rows, lengths, strict=True)]
-        last, how = [row.content[-1] for row in rows], told_of([row.request.sampling for row in rows])
+        spans = [Span(row.pages, row.num_tokens - 1, n) for row, n in zip(rows, lengths, strict=True)]
+        last, how = [row.token_ids[-1] for row in rows], packed_params([row.request.params for row in rows])
         data = PickData.of(rows, self.stack.vocab_size)
-        results = self._rounds.run(self.cache, spans, last, how, rooms, drafter, limits, given, hidden_states, data)
+        results = self._rounds.run(
+            self.cache, spans, last, how, capacities, drafter, limits, given, hidden_states, data
+        )
         inside = sum([sum(result.draft_seconds) + sum(result.verify_seconds) for result in results])
         overhead = seconds.now() - begin - inside
         for result in results:
             _add_stages(seconds, result, overhead)
-            is_found, has_drafted = any(row.match for row in result.rows), any(row.drafted for row in result.rows)
+            is_found = any(row.match_length for row in result.rows)
+            has_drafted = any(row.drafted for row in result.rows)
             exit_layer = LOOKUP if is_found else plan.exit_layer if has_drafted else None
-            yield Executed(exit_layer, [_verdict(row) for row in result.rows], seconds)
+            outputs = [_row_round(*pair) for pair in zip(rows, result.rows, strict=True)]
+            yield RoundOutput(exit_layer, outputs, seconds)
             seconds, overhead = self.new_seconds(), 0.0
 
     def _drafter(self, plan: Plan) -> Drafter | None:
@@ -129,35 +132,23 @@ class CpuExecutor(Executor):
             return None
         subset = self.stack.draft_subset(plan.draft_vocab if any(plan.draft_lengths) else None)
         head = self._rounds.body.draft_head(subset, rounded)
-        rule = plan.second_choices
-        second_choices = rule and _second_choice_rule(tuple(rule.right), tuple(rule.second), *rule[2:])
-        stop = stop_rule_of(plan)
-        return Drafter(plan.exit_layer, head, stop, plan.reads_confidence, rounded, second_choices, exit_head)
+        return Drafter(plan.exit_layer, head, stop_rule_of(plan), plan.reads_confidence, rounded, exit_head)
 
-    def _hidden_state_buffers(self, rows: Sequence[Row], plan: Plan) -> HiddenStateBuffers | None:
+    def _hidden_state_buffers(self, rows: list[Sequence], plan: Plan) -> HiddenStateBuffers | None:
         """Buffers for hidden states and logits of a round; None if they exceed `MAX_HIDDEN_NUMBERS`."""
         assert self._rounds is not None
         layers = () if plan.shadow is None else plan.shadow.layers
-        num_second = 0 if plan.second_choices is None else plan.second_choices.most
-        longest = plan.draft_lengths
-        if plan.table is not None:
-            longest = tuple([max(length, *own) for length, own in zip(longest, plan.table.lengths, strict=True)])
-        cut = [min(n, row.room - 1) for n, row in zip(longest, rows, strict=True)]
-        return HiddenStateBuffers.allocate(self._rounds.body, layers, sum([1 + n + min(num_second, n) for n in cut]))
+        longest, table = plan.draft_lengths, table_of(plan)
+        if table is not None:
+            longest = tuple([max(length, *own) for length, own in zip(longest, table.lengths, strict=True)])
+        cut = [min(n, row.num_remaining - 1) for n, row in zip(longest, rows, strict=True)]
+        return HiddenStateBuffers.allocate(self._rounds.body, layers, sum([1 + n for n in cut]))
 
 
-def _may_ban_all_tokens(row: Row, vocab_size: int) -> bool:
+def _may_ban_all_tokens(row: Sequence, vocab_size: int) -> bool:
     """Whether `no_repeat_ngram_size` may ban every token. The eager executor raises an error that explains it."""
-    sampling = row.request.sampling
-    return sampling.no_repeat_ngram_size > 0 < sampling.temperature and len(row.content) + row.room > vocab_size
-
-
-@lru_cache(maxsize=64)
-def _second_choice_rule(
-    right: Sequence[float], second: Sequence[float], least: float, most: int, enough: float
-) -> SecondChoiceRule:
-    """The compiled form of `SecondChoices`. Equal rules give the same object, so that buffers write it once."""
-    return SecondChoiceRule(CONFIDENCE_EDGES, right, second, least, enough, most)
+    params = row.request.params
+    return bool(params.no_repeat_ngram_size) and not params.is_greedy and row.max_length > vocab_size
 
 
 @lru_cache(maxsize=64)
@@ -183,24 +174,29 @@ def _add_stages(seconds: StageSeconds, result: RoundResult, overhead: float) -> 
         seconds.add(stage, taken)
 
 
-def _verdict(row: RowResult) -> Verdict:
-    tree = None if row.parents is None else Tree((-1, *row.parents))
-    chain = 0 if tree is None else row.chain
-    verdict = Verdict(row.drafted, row.path, row.block, None, None, tree, chain, tuple(row.sure))
-    return verdict._replace(match=row.match, source=row.source, logprobs=row.logprobs)
+def _row_round(sequence: Sequence, row: RowResult) -> RowRound:
+    drafted, accepted = row.drafted, max(0, len(row.token_ids) - 1)  # no token: it had ended in an earlier round
+    return RowRound(
+        sequence,
+        len(drafted),
+        accepted,
+        row.token_ids,
+        drafted,
+        tuple(row.confidences),
+        match_length=row.match_length,
+        source=row.source,
+        logprobs=row.logprobs,
+    )
 
 
-def _with_logits(
-    rows: Sequence[Row], verdicts: Sequence[Verdict], hidden_states: HiddenStateBuffers, penalties: Penalties | None
-) -> list[Verdict]:
-    """The verdicts, with the logits and filtered scores of rows that keep them."""
-    out, first_node = [], 0
-    for i, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
-        if row.request.keep_logits:
-            raw = scores = hidden_states.logits[[first_node + node for node in verdict.path]]
+def _add_logits(outputs: list[RowRound], hidden_states: HiddenStateBuffers, penalties: Penalties | None) -> None:
+    """Report logits and filtered scores of rows that keep them."""
+    first = 0
+    for i, output in enumerate(outputs):
+        request = output.sequence.request
+        if request.keep_logits:
+            output.logits = scores = hidden_states.logits[first : first + len(output.token_ids)].clone()
             if penalties is not None:
-                scores = penalties.along([()] * i + [verdict.block]).applied(raw)
-            verdict = verdict._replace(logits=raw, scores=filtered(scores, row.request.sampling).clone())
-        out.append(verdict)
-        first_node += len(verdict.drafted) + 1
-    return out
+                scores = penalties.along([()] * i + [output.token_ids]).applied(scores)
+            output.scores = filtered(scores, request.params).clone()
+        first += output.num_drafted + 1

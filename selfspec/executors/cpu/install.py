@@ -33,10 +33,8 @@ def check_engine(engine: str) -> Engine:
     Raises:
         ValueError: there is no engine of this name.
     """
-    if engine == "fused":
-        raise ValueError("engine 'fused' was removed: choose auto, which compiles the models that it served, or views")
     if engine not in ENGINES:
-        raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+        raise ValueError(f"backend must be one of {', '.join(ENGINES)}, got {engine!r}")
     return engine
 
 
@@ -65,7 +63,7 @@ def choose(stack: Stack, engine: Engine) -> float:
             if must:
                 raise
             _log.warning(
-                "engine views runs the layers, which is slower than compiled, especially for small models; engine "
+                "backend views runs the layers, which is slower than compiled, especially for small models; backend "
                 "compiled needs a C++ compiler, and %s; %s",
                 problem.reason,
                 problem.remedy,
@@ -105,8 +103,8 @@ def _fits_memory(weights: LlamaWeights) -> bool:
     free, need = free_memory(), CompiledBody.bytes_of(weights)
     if free is not None and need > MAX_MEMORY_SHARE * free:
         _log.warning(
-            "engine views instead of compiled, whose copies of the weights need %.1f GB of the %.1f GB that are free; "
-            "choose engine 'compiled' to use it anyway",
+            "backend views instead of compiled, whose copies of the weights need %.1f GB of the %.1f GB that are free; "
+            "choose backend 'compiled' to use it anyway",
             need / 1e9,
             free / 1e9,
         )
@@ -132,4 +130,4 @@ def free_memory() -> int | None:
 def _refusal(stack: Stack, engine: str, serves: str) -> str:
     kind = getattr(stack.config, "model_type", "model")
     dtype = str(stack.dtype).removeprefix("torch.")
-    return f"engine {engine!r} serves {serves}, got {kind} in {dtype} on {stack.device}; choose auto or views"
+    return f"backend {engine!r} serves {serves}, got {kind} in {dtype} on {stack.device}; choose auto or views"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections import abc
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
+from selfspec.core import Sequence
 from selfspec.executors.logprobs import TokenLogprobs
-from selfspec.executors.rows import Row
 
 
 class PickData:
@@ -25,7 +25,7 @@ class PickData:
     """
 
     def __init__(
-        self, contents: Sequence[Sequence[int]], num_prompts: Sequence[int], num_likely: Sequence[int]
+        self, contents: abc.Sequence[abc.Sequence[int]], num_prompts: abc.Sequence[int], num_likely: abc.Sequence[int]
     ) -> None:
         self._is_penalized, self._num_likely = any(contents), list(num_likely)
         ends = [0, *accumulate(map(len, contents))]
@@ -33,15 +33,15 @@ class PickData:
         self._arrays = [array("q", numbers) for numbers in (tokens, ends, num_prompts)]
 
     @classmethod
-    def of(cls, rows: Sequence[Row], vocab_size: int) -> PickData | None:
+    def of(cls, rows: list[Sequence], vocab_size: int) -> PickData | None:
         """The data of these rows; None if no row has penalties or requests log-probabilities."""
         requests = [row.request for row in rows]
-        penalized = [request.sampling.penalizes for request in requests]
-        if not any(penalized) and all(request.logprobs is None for request in requests):
+        penalized = [request.params.penalizes for request in requests]
+        if not any(penalized) and all(request.params.logprobs is None for request in requests):
             return None
-        contents = [row.content if own else [] for row, own in zip(rows, penalized, strict=True)]
+        contents = [row.token_ids if own else [] for row, own in zip(rows, penalized, strict=True)]
         num_prompts = [row.num_prompt_tokens if own else 0 for row, own in zip(rows, penalized, strict=True)]
-        num_likely = [-1 if one.logprobs is None else min(one.logprobs, vocab_size) for one in requests]
+        num_likely = [-1 if one.params.logprobs is None else min(one.params.logprobs, vocab_size) for one in requests]
         return cls(contents, num_prompts, num_likely)
 
     def texts(self) -> tuple[int | None, ...]:
@@ -56,30 +56,30 @@ class PickData:
 class LogprobBuffers:
     """Log-probabilities of emitted tokens, fp32, with the most probable tokens at their positions."""
 
-    def __init__(self, num_likely: Sequence[int], max_draft: int, num_rounds: int) -> None:
+    def __init__(self, num_likely: abc.Sequence[int], max_draft: int, num_rounds: int) -> None:
         self._num_likely = np.array(num_likely, np.int64)
         shape = num_rounds * len(num_likely), max_draft + 1
         self._own, self._ranks = np.empty(shape, np.float32), np.empty(shape, np.int64)
         wider = *shape, max(1, *num_likely)
         self._likely, self._likely_own = np.empty(wider, np.int64), np.empty(wider, np.float32)
 
-    def set_outputs(self, judging: Any) -> None:
-        """Let a `Judging` structure point to these buffers."""
-        judging.num_likely, judging.most_likely = self._num_likely.ctypes.data, self._likely.shape[-1]
-        judging.logprobs, judging.ranks = self._own.ctypes.data, self._ranks.ctypes.data
-        judging.likely, judging.likely_logprobs = self._likely.ctypes.data, self._likely_own.ctypes.data
+    def set_outputs(self, verify: Any) -> None:
+        """Let a `VerifyArgs` structure point to these buffers."""
+        verify.num_likely, verify.most_likely = self._num_likely.ctypes.data, self._likely.shape[-1]
+        verify.logprobs, verify.ranks = self._own.ctypes.data, self._ranks.ctypes.data
+        verify.likely, verify.likely_logprobs = self._likely.ctypes.data, self._likely_own.ctypes.data
 
-    def read(self, at: int, block: Sequence[int]) -> list[TokenLogprobs] | None:
+    def read(self, at: int, token_ids: abc.Sequence[int]) -> list[TokenLogprobs] | None:
         """The log-probabilities of a row's emitted tokens in a round; None if the row requests none.
 
         Args:
             at: round * number of rows + row.
-            block: the tokens that the row emitted in the round.
+            token_ids: the tokens that the row emitted in the round.
         """
-        wanted, count = int(self._num_likely[at % len(self._num_likely)]), len(block)
+        wanted, count = int(self._num_likely[at % len(self._num_likely)]), len(token_ids)
         if wanted < 0:
             return None
         own, ranks = self._own[at, :count].tolist(), self._ranks[at, :count].tolist()
         tokens, others = (one[at, :count, :wanted].tolist() for one in (self._likely, self._likely_own))
         top = [list(zip(*pair, strict=True)) for pair in zip(tokens, others, strict=True)]
-        return [TokenLogprobs(*one) for one in zip(block, own, ranks, top, strict=True)]
+        return [TokenLogprobs(*one) for one in zip(token_ids, own, ranks, top, strict=True)]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Iterator
 
-from selfspec.control.plan import Plan
-from selfspec.control.rows import StageSeconds
-from selfspec.executors.cuda.round_inputs import RoundRow, RowRound
+from selfspec.control.plan import table_of
+from selfspec.core import Plan, RoundOutput, RowRound, Sequence, StageSeconds
+from selfspec.executors.base import Executor, RoundDraft, next_draft
+from selfspec.executors.cuda.round_inputs import RoundRow, RowResult
 from selfspec.executors.cuda.rounds import RecordedRounds
-from selfspec.executors.program import Executed, Executor, RoundDraft, next_draft
-from selfspec.executors.rows import Row
-from selfspec.executors.verdict import Verdict
 
 
 class CudaExecutor(Executor):
@@ -29,17 +28,16 @@ class CudaExecutor(Executor):
         super().__init__(fallback.stack, fallback.cache, fallback.picker, fallback.new_seconds)
         self._fallback = fallback
 
-    def serves(self, rows: Sequence[Row], plan: Plan) -> bool:
+    def serves(self, rows: list[Sequence], plan: Plan) -> bool:
         """Whether the runner may record rounds of this plan; see `Executor.serves`."""
         runner = self.stack.runner
         if runner is None or len(rows) > runner.max_rows or plan.shadow is not None or plan.keep_divergence:
             return False
-        requests = [row.request for row in rows]
-        if any(one.sampling.penalizes or one.logprobs is not None for one in requests):
+        if plan.alternatives is not None or any(row.has_processors or row.request.keep_logits for row in rows):
             return False
-        return not any(one.logits_processor or one.keep_logits for one in requests)
+        return not any(row.request.params.penalizes or row.request.params.logprobs is not None for row in rows)
 
-    def run(self, rows: Sequence[Row], plan: Plan, deadline: float) -> Iterator[Executed]:
+    def run(self, rows: list[Sequence], plan: Plan, deadline: float) -> Iterator[RoundOutput]:
         """Run the rounds of a plan; see `Executor.run`.
 
         Where no round needs what the host knows of the one before, the device runs the next round while the caller
@@ -47,7 +45,7 @@ class CudaExecutor(Executor):
         """
         seconds, rounds = self.new_seconds(), None
         draft = next_draft(rows, plan)
-        if plan.num_rounds > 1 and plan.table is None and all(row.stopper.ends_by_token for row in rows):
+        if plan.num_rounds > 1 and table_of(plan) is None and all(row.stopper.ends_by_token for row in rows):
             rounds = self._begin(rows, draft)
         if rounds is None:
             yield from super().run(rows, plan, deadline)
@@ -59,49 +57,51 @@ class CudaExecutor(Executor):
             if num_left and not any(_surely_ends(row) for row in rows) and start - begin + latest < deadline:
                 rounds.launch()
                 num_left -= 1
-            verdicts = [_verdict(one) for one in rounds.take()]
+            outputs = [_row_round(*pair) for pair in zip(rows, rounds.take(), strict=True)]
             latest = seconds.now() - start
             seconds.lap("verify")
-            yield _executed(draft, verdicts, seconds)
-            if all(row.has_ended for row in rows):
+            yield _output(draft, outputs, seconds)
+            if all(row.is_finished for row in rows):
                 return
             seconds = self.new_seconds()
 
-    def round(self, rows: Sequence[Row], draft: RoundDraft) -> Executed:
+    def round(self, rows: list[Sequence], draft: RoundDraft) -> RoundOutput:
         """Run one round from a recording, or by the fallback; see `Executor.round`."""
         seconds, rounds = self.new_seconds(), self._begin(rows, draft)
         if rounds is None:
             return self._fallback.round(rows, draft)
         rounds.launch()
-        verdicts = draft.with_matches([_verdict(one) for one in rounds.take()])
+        outputs = [_row_round(*pair) for pair in zip(rows, rounds.take(), strict=True)]
+        draft.add_matches(outputs)
         seconds.lap("verify")
-        return _executed(draft, verdicts, seconds)
+        return _output(draft, outputs, seconds)
 
-    def _begin(self, rows: Sequence[Row], draft: RoundDraft) -> RecordedRounds | None:
+    def _begin(self, rows: list[Sequence], draft: RoundDraft) -> RecordedRounds | None:
         """Rounds of these rows, of which none is launched; None if they cannot be recorded."""
         plan, runner = draft.plan, self.stack.runner
         assert runner is not None
-        given = [()] * len(rows) if draft.given is None else [guess.tokens for guess in draft.given]
+        given = [[]] * len(rows) if draft.given is None else [one.token_ids for one in draft.given]
         round_rows = [_round_row(*one) for one in zip(rows, plan.draft_lengths, given, strict=True)]
         return runner.begin(self.cache, round_rows, plan, draft.longest)
 
 
-def _surely_ends(row: Row) -> bool:
+def _surely_ends(row: Sequence) -> bool:
     """Whether the row has ended, or ends with the round in flight, which emits at least one token."""
-    return row.has_ended or row.room <= 1
+    return row.is_finished or row.num_remaining <= 1
 
 
-def _executed(draft: RoundDraft, verdicts: list[Verdict], seconds: StageSeconds) -> Executed:
-    return Executed(draft.plan.exit_layer if any(one.drafted for one in verdicts) else None, verdicts, seconds)
+def _output(draft: RoundDraft, outputs: list[RowRound], seconds: StageSeconds) -> RoundOutput:
+    return RoundOutput(draft.plan.exit_layer if any(one.drafted for one in outputs) else None, outputs, seconds)
 
 
-def _round_row(row: Row, length: int, given: Sequence[int]) -> RoundRow:
-    sampling, content = row.request.sampling, row.content
+def _round_row(row: Sequence, length: int, given: abc.Sequence[int]) -> RoundRow:
+    temperature, top_k, top_p, min_p = row.request.params.filters
     return RoundRow(
-        row.pages, len(content), content[-1], row.room, sorted(row.stopper.ends), length, given,
-        sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed,
+        row.pages, row.num_tokens, row.token_ids[-1], row.num_remaining, sorted(row.stopper.ends), length, given,
+        temperature, top_k, top_p, min_p, row.request.params.seed,
     )  # fmt: skip
 
 
-def _verdict(row: RowRound) -> Verdict:
-    return Verdict(row.drafted, row.path, row.block, None, None, row.tree, row.chain, row.confidences)
+def _row_round(sequence: Sequence, row: RowResult) -> RowRound:
+    accepted = max(0, len(row.block) - 1)  # no token: it had ended in an earlier round
+    return RowRound(sequence, len(row.drafted), accepted, row.block, row.drafted, row.confidences)

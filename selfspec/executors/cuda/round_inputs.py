@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selfspec.control.plan import NUM_BINS, SecondChoices, SurvivalStop
+from selfspec.control.plan import NUM_BINS, Alternatives, SurvivalStop
 from selfspec.executors.cuda.host_records import HostRecords
 from selfspec.executors.cuda.static_rows import fill_pages, upload
 from selfspec.model.draft_vocabulary import HeldSubset
@@ -56,7 +56,7 @@ class RoundKey(NamedTuple):
         return self.width + self.seconds
 
 
-class RowRound(NamedTuple):
+class RowResult(NamedTuple):
     """The result of a round for one row."""
 
     drafted: list[int]  # the chain, then second choices
@@ -105,7 +105,7 @@ class RoundInputs:
         rows: Sequence[RoundRow],
         min_confidence: float,
         stop: SurvivalStop | None,
-        rule: SecondChoices | None = None,
+        rule: Alternatives | None = None,
     ) -> None:
         """Write a round into the buffers. Unused slots become empty."""
         key, lines = self.key, []
@@ -125,13 +125,13 @@ class RoundInputs:
         fill_pages(self.pages, self, [row.pages for row in rows])
 
 
-def read_record(record: Tensor, num_rows: int, key: RoundKey, reports_confidence: bool) -> list[RowRound]:
+def read_record(record: Tensor, num_rows: int, key: RoundKey, reports_confidence: bool) -> list[RowResult]:
     """The results of all rows, from the record on the host: `Accepted.record`, the bits of confidences, and trees.
 
     A tree is its numbers of nodes and of tokens of the chain, the accepted second choice, and tokens and parents of its
     nodes.
     """
-    width, results = key.width, list[RowRound]()
+    width, results = key.width, list[RowResult]()
     whole = record[:num_rows].numpy()
     bits = whole[:, 3 + 2 * width : 2 + 3 * width]
     sure = bits.astype(np.int32).view(np.float32).tolist() if reports_confidence else None
@@ -144,5 +144,5 @@ def read_record(record: Tensor, num_rows: int, key: RoundKey, reports_confidence
             tree = Tree((-1, *nodes[1 + key.nodes : key.nodes + count])) if count > length + 1 else None
         block = line[3 + width : 4 + width + accepted] if kept else []
         reported = () if sure is None else tuple(sure[at][:length])
-        results.append(RowRound(drafted, accepted, block, kept, reported, length, tree, node))
+        results.append(RowResult(drafted, accepted, block, kept, reported, length, tree, node))
     return results

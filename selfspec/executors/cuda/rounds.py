@@ -10,7 +10,7 @@ import torch
 
 from selfspec.executors.cuda.graphs import Recorded
 from selfspec.executors.cuda.host_records import MAX_IN_FLIGHT
-from selfspec.executors.cuda.round_inputs import RoundInputs, RowRound, read_record
+from selfspec.executors.cuda.round_inputs import RoundInputs, RowResult, read_record
 
 
 class RecordedRounds:
@@ -52,7 +52,7 @@ class RecordedRounds:
             self._in_flight.append(self._made.inputs.records.send(self._made.recording.outputs[0]))
 
     @torch.inference_mode()
-    def take(self) -> list[RowRound]:
+    def take(self) -> list[RowResult]:
         """Wait for the earliest round in flight, and return its results, one per row."""
         record = self._made.inputs.records.wait(self._in_flight.popleft())
         return read_record(record, self._num_rows, self._made.inputs.key, self._reports_confidence)

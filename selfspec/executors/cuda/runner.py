@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from selfspec.control.costs import RoundLimits
-from selfspec.control.plan import UNBOUNDED_ROUNDS, Plan
+from selfspec.core import UNBOUNDED_ROUNDS, Plan
 from selfspec.executors.cuda.body_choice import Measure, choose_body
 from selfspec.executors.cuda.capture import Body, CannotCapture, Capture, CudaCapture, Recording
 from selfspec.executors.cuda.graphs import Graphs, Recorded
-from selfspec.executors.cuda.round_inputs import RoundInputs, RoundKey, RoundRow, RowRound
+from selfspec.executors.cuda.round_inputs import RoundInputs, RoundKey, RoundRow, RowResult
 from selfspec.executors.cuda.rounds import RecordedRounds
 from selfspec.executors.cuda.self_check import round_problem
 from selfspec.executors.cuda.shapes import NEW, SLOTS, TOKENS, round_up, shape_of, token_capacity
@@ -225,7 +225,7 @@ class Runner:
                 return None
             longest = key.width - 1
             rows = [row._replace(drafts=min(row.drafts, longest), given=row.given[:longest]) for row in rows]
-            made.inputs.fill(rows, plan.min_confidence, plan.stop, plan.second_choices)
+            made.inputs.fill(rows, plan.min_confidence, plan.stop, plan.alternatives)
         spare = key.most_tokens - max(row.content for row in rows) - key.seconds
         fitting = UNBOUNDED_ROUNDS if key.most_tokens == storage.cache.room else spare // key.width
         return RecordedRounds(made, self._lock, len(rows), plan.reads_confidence, max(1, fitting))
@@ -239,7 +239,7 @@ class Runner:
         with self._lock:
             return use(self.graphs.capture.record(body))
 
-    def round(self, cache: PagedCache, rows: Sequence[RoundRow], plan: Plan) -> list[RowRound] | None:
+    def round(self, cache: PagedCache, rows: Sequence[RoundRow], plan: Plan) -> list[RowResult] | None:
         """Run one round of a batch and wait for it; see `begin`."""
         rounds = self.begin(cache, rows, plan)
         if rounds is None:
@@ -269,7 +269,7 @@ class Runner:
         # A place more costs little in verification, but a draft step reads the early layers.
         width = longest + 1 if exit_layer else round_up(longest + 1, NEW)
         assert width is not None
-        rule = plan.second_choices if exit_layer and self.has_trees else None
+        rule = plan.alternatives if exit_layer and self.has_trees else None
         seconds = 0 if rule is None else max(0, min(rule.most, longest, MAX_NODES - width, MAX_PLACES // slots - width))
         most_eos = 1 << max(0, max(len(row.eos) for row in rows) - 1).bit_length()
         hot = [row for row in rows if row.temperature > 0]

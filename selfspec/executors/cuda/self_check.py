@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec.control.plan import Plan
+from selfspec.core import Plan
 from selfspec.executors.cuda.kernel_check import second_choices_problem
-from selfspec.executors.cuda.round_inputs import RoundRow, RowRound
+from selfspec.executors.cuda.round_inputs import RoundRow, RowResult
 from selfspec.kernels import reference
 from selfspec.kernels.layout import SamplingTensors
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
@@ -133,7 +133,7 @@ def _pick(stack: Any, logits: Tensor, row: RoundRow, position: int) -> tuple[Ten
     return scores.argmax(-1), (best[:, 0] - best[:, 1] > tolerance).tolist()
 
 
-def _agrees(done: RowRound, wanted: Expected) -> bool:
+def _agrees(done: RowResult, wanted: Expected) -> bool:
     """Whether a recorded round agrees with the eager one up to the first pick that rounding could change."""
     for token, other, is_clear in zip(done.drafted, wanted.drafted, wanted.drafts_clear, strict=False):
         if token != other:

@@ -1,4 +1,4 @@
-"""`Remembered`: the cost table and acceptance statistics of an opened model."""
+"""`PolicyStore`: the cost table and acceptance statistics of an opened model, and the policy that uses them."""
 
 from __future__ import annotations
 
@@ -15,27 +15,38 @@ from selfspec.control.costs import Costs
 from selfspec.control.plan import Policy
 from selfspec.control.registry import DEFAULT_POLICY
 from selfspec.control.tensor_parallel import RankZeroPolicy
+from selfspec.core import SpeculativeConfig
 from selfspec.model.stack import Stack
 
-WRITE_EVERY = 0.1  # seconds
+EXPORT_SECONDS = 0.1  # between two exports of statistics
 
 
-class Way(NamedTuple):
-    """The arguments with which a kept policy was made; a later call may reuse it with equal ones."""
+class PolicyKey(NamedTuple):
+    """The arguments of an `adaptive` policy; a later call may reuse one with equal arguments."""
 
     exact: bool
     exit_layer: int | None
-    num_draft_tokens: int | None
-    drafts: tuple[str, ...] | None
+    num_speculative_tokens: int | None
+    drafters: tuple[str, ...] | None
     has_corpus: bool
 
+    @classmethod
+    def of(cls, config: SpeculativeConfig, exact: bool) -> PolicyKey | None:
+        """The key of a configuration; None where its policy is not `adaptive`."""
+        is_default = config.exit_layer is None and config.num_speculative_tokens is None
+        policy = DEFAULT_POLICY if config.policy is None and is_default else config.policy
+        if not isinstance(policy, str) or policy != "adaptive":
+            return None
+        drafters = None if config.drafters is None else tuple(config.drafters)
+        return cls(exact, config.exit_layer, config.num_speculative_tokens, drafters, config.corpus is not None)
 
-class Remembered:
+
+class PolicyStore:
     """Costs and acceptance statistics of an opened model, from this process, earlier ones, or the model's files.
 
     Exporting statistics and making a policy from them takes as long as a dozen tokens of a small model. So the policy
     of the last call is kept, and the next call with the same arguments continues with it. Its statistics are exported
-    when they are needed, and at most every `WRITE_EVERY` seconds; calls that start while it is in use may lack the
+    when they are needed, and at most every `EXPORT_SECONDS`; calls that start while it is in use may lack the
     statistics of that time.
 
     Attributes:
@@ -47,8 +58,8 @@ class Remembered:
         self._costs: dict[bool, Costs] = {}  # key: exact mode
         self._prior: dict[str, Any] | None = None
         self._is_read = False  # whether saved statistics were read
-        self._idle: tuple[Way, Adaptive] | None = None  # the kept policy, while no call uses it
-        self._is_written, self._written_at = True, 0.0  # whether `_prior` has its statistics, and when it was set
+        self._idle: tuple[PolicyKey, Adaptive] | None = None  # the kept policy, while no call uses it
+        self._is_exported, self._exported_at = True, 0.0  # whether `_prior` has its statistics, and when it was set
         self._lock = RLock()
         self.stored_prior: Any = None
 
@@ -63,7 +74,7 @@ class Remembered:
     def prior(self) -> dict[str, Any] | None:
         """Acceptance statistics of earlier calls, else saved ones, else the model's own; None without any."""
         with self._lock:
-            self._write_idle()
+            self._export_idle()
             if self._prior is None and not self._is_read:
                 self._is_read = True
                 found = (profile.read_prior(self._stack), self.stored_prior)
@@ -73,30 +84,30 @@ class Remembered:
     @prior.setter
     def prior(self, prior: dict[str, Any] | None) -> None:
         with self._lock:
-            self._idle, self._written_at = None, 0.0
+            self._idle, self._exported_at = None, 0.0
             self._prior, self._is_read = prior, True
 
-    def take(self, policy: Policy) -> None:
+    def learn_from(self, policy: Policy) -> None:
         """Use the statistics of a policy as the prior of later ones."""
         inner = policy.inner if isinstance(policy, RankZeroPolicy) else policy
         if isinstance(inner, Adaptive):
             with self._lock:
                 self._idle = None
-                self._write(inner)
+                self._export(inner)
 
-    def keep(self, policy: Adaptive, way: Way) -> None:
+    def keep(self, policy: Adaptive, key: PolicyKey) -> None:
         """Keep a policy for later calls; its caller must not use it any more."""
         policy.forget_rows()
         with self._lock:
-            self._idle, self._is_written = (way, policy), False
-            if monotonic() - self._written_at >= WRITE_EVERY:
-                self._write(policy)
+            self._idle, self._is_exported = (key, policy), False
+            if monotonic() - self._exported_at >= EXPORT_SECONDS:
+                self._export(policy)
 
-    def go_on(self, way: Way, costs: Callable[[], Costs]) -> Adaptive | None:
+    def take(self, key: PolicyKey, costs: Callable[[], Costs]) -> Adaptive | None:
         """Hand out the kept policy if it has these arguments and costs, else None. Only one caller gets it."""
         with self._lock:
             kept, policy = self._idle or (None, None)
-            if policy is None or kept != way or policy.costs is not costs():
+            if policy is None or kept != key or policy.costs is not costs():
                 return None
             self._idle = None
             return policy
@@ -104,7 +115,7 @@ class Remembered:
     def copy(self) -> Self:
         """An independent copy."""
         with self._lock:
-            self._write_idle()
+            self._export_idle()
             other = copy(self)
         other._costs, other._idle, other._lock = {**self._costs}, None, RLock()
         return other
@@ -112,30 +123,15 @@ class Remembered:
     def save(self) -> None:
         """Save the statistics in the user's cache folder."""
         with self._lock:
-            self._write_idle()
+            self._export_idle()
             if self._prior is not None:
                 profile.save_prior(self._stack, self._prior)
 
-    def _write_idle(self) -> None:
-        if self._idle is not None and not self._is_written:
-            self._write(self._idle[1])
+    def _export_idle(self) -> None:
+        if self._idle is not None and not self._is_exported:
+            self._export(self._idle[1])
 
-    def _write(self, policy: Adaptive) -> None:
+    def _export(self, policy: Adaptive) -> None:
         state = policy.state()
         if is_prior(state, self._stack.num_layers):  # false where an interrupt left the policy inconsistent
-            self._prior, self._is_written, self._written_at = state, True, monotonic()
-
-
-def way_of(
-    policy: Any, exit_layer: Any, num_draft_tokens: Any, drafts: Any, exact: bool, has_corpus: bool
-) -> Way | None:
-    """The `Way` of the arguments of `make_policy`; None where the policy is not `adaptive`."""
-    if policy is None and exit_layer is None and num_draft_tokens is None:
-        policy = DEFAULT_POLICY
-    if not isinstance(policy, str) or policy != "adaptive":
-        return None
-    if any(one is not None and type(one) is not int for one in (exit_layer, num_draft_tokens)):
-        return None
-    if drafts is not None and not (isinstance(drafts, list | tuple) and all(isinstance(one, str) for one in drafts)):
-        return None
-    return Way(bool(exact), exit_layer, num_draft_tokens, None if drafts is None else tuple(drafts), has_corpus)
+            self._prior, self._is_exported, self._exported_at = state, True, monotonic()

@@ -15,14 +15,14 @@ from torch import nn
 from selfspec.calibrate import profile
 from selfspec.errors import UnsupportedModelError, got
 from selfspec.executors.cpu.install import check_engine
+from selfspec.loading.target import Target
 from selfspec.model.exit_heads import FILE as exit_heads_file
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.file_weights import FileWeights
 from selfspec.model.quantized import check_kind
 from selfspec.model.quantized import quantize as rounded
-from selfspec.target import Target
 
-DEMO = Path(__file__).parent / "demo" / "model"
+DEMO = Path(__file__).parents[1] / "demo" / "model"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 DEVICES = ("cpu", "cuda")
 GGUF = ".gguf"
@@ -39,11 +39,10 @@ def open_target(
     adapter: str | Path | None = None,
     exit_heads: str | Path | ExitHeads | None = None,
     check: bool = True,
-    engine: str = "auto",
+    backend: str = "auto",
     attention: str = "auto",
     graphs: bool = True,
     quantize: str | None = None,
-    kind: type[Target] = Target,
 ) -> Target:
     """Open a model that drafts and verifies itself.
 
@@ -58,23 +57,22 @@ def open_target(
         exit_heads: a folder with exit heads for the model, which change drafts only; default: those in the model's own
             folder, if there are any; "none" leaves them out.
         check: run the self-check, see `Target`.
-        engine: what runs the layers, one of "auto", "views" and "compiled"; see `Target`.
+        backend: what runs the layers, one of "auto", "views" and "compiled"; see `Target`.
         attention: who computes attention, see `Target`.
         graphs: on CUDA, decode from captured graphs, see `Target`.
         quantize: "int8" or "int4" rounds the weights of the layers (by torchao), which makes it another, smaller target
             with tokens of its own; drafting changes none of those.
-        kind: the class of what is returned, `Target` or one derived from it.
 
     Raises:
         FileNotFoundError: no such model or exit heads, or files missing from its folder.
         OSError: files that cannot be read: truncated weights, a damaged tokenizer, no GGUF file.
         UnsupportedModelError: an unknown architecture, no causal LM, or a family that cannot be split.
-        NoCompilerError: engine "compiled" on a machine without a C++ compiler.
+        NoCompilerError: backend "compiled" on a machine without a C++ compiler.
         ImportError: `quantize` without torchao, or a GGUF file without the extra `gguf`.
-        ValueError: an unknown dtype, device, engine or kind of quantisation, an engine that does not serve the model,
+        ValueError: an unknown dtype, device, backend or kind of quantisation, a backend that does not serve the model,
             or exit heads of a model of another shape.
     """
-    check_engine(engine)
+    check_engine(backend)
     if not isinstance(model, str | Path | nn.Module):
         raise ValueError(f"model must be a name, a folder, a .gguf file or a transformers causal LM, {got(model)}")
     if not isinstance(exit_heads, str | Path | ExitHeads | None):
@@ -85,11 +83,11 @@ def open_target(
     opened, tokenizer, local_only, file = _open(model, tokenizer, dtype, device, adapter, quantize)
     if exit_heads is None and (own := file_beside(model, exit_heads_file, local_only)) is not None:
         heads = ExitHeads.load(own)
-    options: dict[str, Any] = {"engine": engine, "attention": attention, "graphs": graphs}
+    options: dict[str, Any] = {"backend": backend, "attention": attention, "graphs": graphs}
     options["owned"] = opened is not model
-    target = kind(opened, tokenizer, check=check, exit_heads=heads, file=file, **options)
+    target = Target(opened, tokenizer, check=check, exit_heads=heads, file=file, **options)
     if (stored := file_beside(model, profile.STORED, local_only)) is not None:
-        target.remembered.stored_prior = profile.stored_prior(stored, target.stack)
+        target.policies.stored_prior = profile.stored_prior(stored, target.stack)
     return target
 
 
@@ -157,7 +155,7 @@ def _open(
         if adapter is not None:
             raise ValueError("quantize rounds a model's own weights, got an adapter too; merge it into them first")
     source, local_only = find(str(model))
-    from selfspec import checkpoint, gguf_file  # transformers' loading code, not needed for a model object
+    from selfspec.loading import checkpoint, gguf_file  # transformers' loading code, not needed for a model object
 
     with quiet():
         if _is_gguf(source):
@@ -188,7 +186,7 @@ def open_tokenizer(model: str | Path) -> Any:
 
 
 def _read_tokenizer(source: str, name: str, local_only: bool) -> Any:
-    from selfspec import checkpoint, gguf_file
+    from selfspec.loading import checkpoint, gguf_file
 
     if _is_gguf(source):
         return gguf_file.read_tokenizer(Path(source), name)

@@ -9,8 +9,8 @@ from torch import nn
 
 from selfspec.control.registry import DEFAULT_POLICY
 from selfspec.errors import UnsupportedModelError
+from selfspec.loading.target import Target
 from selfspec.model.views import unwrap
-from selfspec.target import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Report:
     context_limit: int | None = None
     policy: str | None = None  # the default
     exit_layer: int | None = None  # stored with the model, for policies that are told one
-    num_draft_tokens: int | None = None
+    num_speculative_tokens: int | None = None
 
 
 def examine(name: str, model: nn.Module, tokenizer: Any) -> Report:
@@ -60,5 +60,5 @@ def examine(name: str, model: nn.Module, tokenizer: Any) -> Report:
         context_limit=target.stack.context_limit,
         policy=DEFAULT_POLICY,
         exit_layer=target.default_exit_layer,
-        num_draft_tokens=target.default_num_draft_tokens,
+        num_speculative_tokens=target.default_num_speculative_tokens,
     )

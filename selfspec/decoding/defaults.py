@@ -1,22 +1,33 @@
-"""What a model's generation config asks for, applied to requests as transformers' own `generate` applies it."""
+"""`GenerationDefaults`: requests from prompts and parameters, completed by the model's generation config.
+
+It is applied as transformers' own `generate` applies it.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
 from transformers.generation import logits_process as lp
 
-from selfspec.decoding.request import Request
-from selfspec.executors.pick import Sampling
+from selfspec.core import Request, SamplingParams
+from selfspec.errors import whole
 
 FILTERS = (lp.TemperatureLogitsWarper, lp.TopKLogitsWarper, lp.TopPLogitsWarper, lp.MinPLogitsWarper)
-FILTER_NAMES = ("temperature", "top_k", "top_p", "min_p")  # of the same in `Sampling`; both are applied in this order
-PENALTY_NAMES = ("repetition_penalty", "no_repeat_ngram_size")  # of processors that `Sampling` has, too, in their order
+FILTER_NAMES = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+)  # of `SamplingParams`; applied in this order
+PENALTY_NAMES = (
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+)  # of `SamplingParams`, in the order of processors
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 TOP_K = 50  # what `generate` samples with where nobody names it
 
@@ -60,128 +71,163 @@ Settings = dict[str, Any]
 _log = logging.getLogger("selfspec")
 
 
-class Writer(Protocol):
-    """What is asked of a target."""
-
-    @property
-    def tokenizer(self) -> Any: ...
-    @property
-    def eos_token_ids(self) -> frozenset[int]: ...
+Prompt = str | Sequence[int] | Mapping[str, Any]  # a text, token ids, or {"prompt": ...} or {"prompt_token_ids": ...}
 
 
-class Stored:
-    """What is stored with a model for those who ask it: its generation config, which is read anew for every call.
+class GenerationDefaults:
+    """Makes requests. The model's generation config is read anew for every one.
 
     Args:
-        model: the causal LM.
+        model: the causal LM; None: there are no defaults.
+        tokenizer: of text prompts; None: prompts are token ids.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._is_said = self._is_told_of_chat = False  # what was taken from it; that there is a template
+    def __init__(self, model: Any = None, tokenizer: Any = None) -> None:
+        self._model, self.tokenizer = model, tokenizer
+        self._has_reported = self._has_reported_template = False  # what was taken from it; that there is a template
 
-    def mind_chat(self, prompts: Any, tokenizer: Any) -> None:
+    @property
+    def config(self) -> GenerationConfig | None:
+        """The model's generation config."""
+        return getattr(self._model, "generation_config", None)
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """End-of-text tokens: the generation config's, else the config's, else the tokenizer's."""
+        for holder in (self.config, getattr(self._model, "config", None), self.tokenizer):
+            ids = getattr(holder, "eos_token_id", None)
+            if ids is not None:
+                return frozenset([ids] if isinstance(ids, int) else ids)
+        return frozenset()
+
+    def requests(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[Request]]:
+        """The prompt's text, if it was given as one, and the requests of its `n` outputs, with seeds of their own.
+
+        Raises:
+            ValueError: an empty prompt, text without a tokenizer, `n` above 1 of a greedy request, or a setting of the
+                generation config that is not served.
+        """
+        given = _content(prompt)
+        text = given if isinstance(given, str) else None
+        request = self.complete(Request(self._token_ids(given), params, self.eos_token_ids))
+        if text is not None:
+            self._report_template(text)
+        if params.n == 1:
+            return text, [request]
+        if request.params.is_greedy:
+            raise ValueError(f"n must be 1 with greedy decoding, whose outputs are all the same, got {params.n}")
+        seeds = range(params.seed + 1, params.seed + params.n)  # the first one reads the prompt for all
+        others = [replace(request.params, seed=seed, prompt_logprobs=None) for seed in seeds]
+        return text, [request, *[replace(request, params=other) for other in others]]
+
+    def _token_ids(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("prompt is text but there is no tokenizer; pass token ids, or load with tokenizer=...")
+            ids = [int(token) for token in self.tokenizer(prompt)["input_ids"]]
+        else:
+            given = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+            if not hasattr(given, "__iter__"):
+                raise ValueError(f"prompts must be texts or lists of token ids, got a {type(prompt).__name__}")
+            ids = [whole("a prompt's token id", token) for token in given]
+        if not ids:
+            raise ValueError("prompt is empty; give at least one token to continue")
+        return ids
+
+    def _report_template(self, text: str) -> None:
         """Say once that a text is continued as it is, where the tokenizer has a chat template that it has not seen."""
-        texts = [prompts] if isinstance(prompts, str) else prompts
-        if self._is_told_of_chat or not getattr(tokenizer, "chat_template", None):
+        if self._has_reported_template or not getattr(self.tokenizer, "chat_template", None):
             return
-        marks = [str(token) for token in getattr(tokenizer, "all_special_tokens", ())]  # which a template writes
-        if any(isinstance(text, str) and not any(mark in text for mark in marks) for text in texts):
-            self._is_told_of_chat = True
+        marks = [str(token) for token in getattr(self.tokenizer, "all_special_tokens", ())]  # which a template writes
+        if not any(mark in text for mark in marks):
+            self._has_reported_template = True
             _log.warning(
                 "texts are continued as they are, although this model's tokenizer has a chat template; for answers, "
                 "call LLM.chat(messages), or pass what tokenizer.apply_chat_template(messages, "
                 "add_generation_prompt=True, return_dict=False) returns"
             )
 
-    def complete(self, requests: Sequence[Request], options: Mapping[str, Any], target: Writer) -> list[Request]:
-        """The requests with what the config asks for wherever the caller's options name nothing else.
+    def complete(self, request: Request) -> Request:
+        """A request with what the config asks for wherever its parameters name nothing else.
 
-        Args:
-            options: those that the requests were made from; of `generation_config`, what is set there wins over what
-                is stored with the model, and False leaves both out.
+        Of `params.generation_config`, what is set there wins over the model's own, and False leaves both out.
 
         Raises:
             ValueError: a setting that is not served, with its name; a value out of range; a prompt that leaves no token
                 of `max_length`; stop strings without a tokenizer.
         """
-        over = options.get("generation_config")
+        over = request.params.generation_config
         if over is False:
-            return list(requests)
+            return request
         if not (over is None or isinstance(over, GenerationConfig)):
             raise ValueError(
                 "generation_config must be a GenerationConfig, whose values win over the model's own, or False, which "
                 f"leaves those out, got {type(over).__name__}"
             )
-        own, first = _settings(getattr(self._model, "generation_config", None)), _settings(over)
-        merged, made, told = {**own, **first}, [], dict[str, Any]()
+        own, first = _settings(self.config), _settings(over)
         if not first and own.keys() <= {"eos_token_id"}:
-            return list(requests)
-        for i, request in enumerate(requests):
-            given = {name for name, value in options.items() if _of_row(value, i, name) is not None}
-            taken = _taken(merged, given, request.sampling.temperature)
-            told |= {name: value for name, value in taken.items() if name not in first}
-            made.append(self._with(request, taken, given, first.get("eos_token_id"), target))
-        if told and not self._is_said:
-            self._is_said = True
-            _log.warning("the model's generation config is applied: %s; options win over it, %s", _say(told), OVERRIDE)
-        return made
+            return request
+        given = _given(request.params)
+        taken = _taken({**own, **first}, given, request.params.temperature or 0.0)
+        reported = {name: value for name, value in taken.items() if name not in first}
+        completed = self._with(request, taken, first.get("eos_token_id"))
+        if reported and not self._has_reported:
+            self._has_reported = True
+            settings = _say(reported)
+            _log.warning("the model's generation config is applied: %s; options win over it, %s", settings, OVERRIDE)
+        return completed
 
-    def _with(self, request: Request, taken: Settings, given: set[str], eos: Any, target: Writer) -> Request:
+    def _with(self, request: Request, taken: Settings, eos: Any) -> Request:
         """A request with the settings taken, and the end-of-text ids `eos` if there are any."""
-        changes: dict[str, Any] = {}
+        changes: dict[str, Any] = {name: taken[name] for name in FILTER_NAMES if name in taken}
         if eos is not None:
-            changes["eos"] = frozenset([eos] if isinstance(eos, int) else eos)
+            request = replace(request, eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos))
         if "stop_strings" in taken:
-            if target.tokenizer is None:
+            if self.tokenizer is None:
                 raise ValueError(
                     f"the generation config sets stop_strings={taken['stop_strings']!r}, which need a tokenizer to "
                     f"turn tokens into text; load with tokenizer=..., or {OVERRIDE}"
                 )
-            stops = taken["stop_strings"]
-            changes["stop"] = (stops,) if isinstance(stops, str) else tuple(stops)
-        if (most := _most_new(taken, len(request.prompt))) is not None:
-            changes["max_new_tokens"] = most
-        sampling = request.sampling
-        values = {name: taken[name] for name in FILTER_NAMES if name in taken}
+            changes["stop"] = taken["stop_strings"]
+        if (most := _most_new(taken, len(request.prompt_token_ids))) is not None:
+            changes["max_tokens"] = most
         try:
-            if values:
-                changes["sampling"] = sampling = replace(sampling, **values)
-            request = replace(request, **changes) if changes else request
+            if changes:
+                request = replace(request, params=replace(request.params, **changes))
             if any(name in PROCESSORS or name in WARPERS for name in taken):
-                ends = target.eos_token_ids if request.eos is None else request.eos
-                processors = self._processors(request, taken, ends)
-                rest, fields = peel(processors, sampling.temperature > 0)
-                fields |= {name: getattr(sampling, name) for name in ("presence_penalty", "frequency_penalty", "seed")}
-                sampling = Sampling(**fields)
-                request = replace(request, sampling=sampling, logits_processor=tuple(rest))
+                processors = self._processors(request, taken)
+                rest, fields = peel(processors, not request.params.is_greedy)
+                changes = dict.fromkeys((*FILTER_NAMES, *PENALTY_NAMES)) | fields | {"logits_processors": rest or None}
+                request = replace(request, params=replace(request.params, **changes))
         except (ValueError, TypeError) as problem:
             raise ValueError(f"the generation config is of no use ({problem}); {OVERRIDE}") from problem
         return request
 
-    def _processors(self, request: Request, taken: Settings, eos: frozenset[int]) -> list[Any]:
+    def _processors(self, request: Request, taken: Settings) -> list[Any]:
         """What `generate` makes of the settings for this prompt, the caller's own processors where it puts them."""
         device = self._model.get_input_embeddings().weight.device
         config: Any = GenerationConfig()
         for name in (*PROCESSORS, *WARPERS):
             setattr(config, name, taken.get(name))
-        sampling = request.sampling
-        config.do_sample = sampling.temperature > 0
+        params, eos = request.params, request.eos_token_ids
+        own = dict(zip(FILTER_NAMES, params.filters, strict=True))
+        own |= {"repetition_penalty": params.penalties[0], "no_repeat_ngram_size": params.penalties[3]}
+        config.do_sample = not params.is_greedy
         for name in PENALTY_NAMES:  # of the request, where the config's are not taken; none where that asks for nothing
-            setattr(config, name, taken.get(name, getattr(sampling, name)))
+            setattr(config, name, taken.get(name, own[name]))
         config.repetition_penalty = float(config.repetition_penalty)
         for name in FILTER_NAMES:
-            value = getattr(sampling, name)
+            value = own[name]
             setattr(config, name, None if value == OFF[name] else type(OFF[name])(value))
         config._eos_token_tensor = torch.tensor(sorted(eos), device=device) if eos else None
         if not eos:
             config.exponential_decay_length_penalty = None  # it is one of the end-of-text token
-        config.max_length = len(request.prompt) + request.max_new_tokens
+        config.max_length = len(request.prompt_token_ids) + request.max_tokens
         processors = self._model._get_logits_processor(
             generation_config=config,
-            input_ids_seq_length=len(request.prompt),
-            encoder_input_ids=torch.tensor([list(request.prompt)], device=device),
-            logits_processor=lp.LogitsProcessorList(request.logits_processor),
+            input_ids_seq_length=len(request.prompt_token_ids),
+            encoder_input_ids=torch.tensor([request.prompt_token_ids], device=device),
+            logits_processor=lp.LogitsProcessorList(params.processors),
             device=device,
         )
         return list(processors)
@@ -193,9 +239,13 @@ def _settings(config: Any) -> Settings:
     return {name: held[name] for name in NAMES if held.get(name) is not None}
 
 
-def _of_row(value: Any, row: int, name: str) -> Any:
-    """An option's value for one row, see `decoding.request.PER_PROMPT`."""
-    return value[row] if name == "max_new_tokens" and isinstance(value, Sequence) else value
+def _given(params: SamplingParams) -> set[str]:
+    """The settings that a caller named, by their names in a generation config."""
+    names = (*FILTER_NAMES, *PENALTY_NAMES)
+    given = {name for name in names if getattr(params, name) is not None}
+    if params.max_tokens is not None:
+        given.add("max_new_tokens")
+    return given | ({"stop_strings"} if params.stop is not None else set())
 
 
 def _taken(config: Settings, given: set[str], temperature: float) -> Settings:
@@ -226,7 +276,7 @@ def _taken(config: Settings, given: set[str], temperature: float) -> Settings:
     if "max_new_tokens" not in given:
         lengths = [name for name in ("max_new_tokens", "max_length") if name in config]
         taken |= {name: config[name] for name in lengths[:1]}  # the first wins
-    if "stop" not in given and config.get("stop_strings"):
+    if "stop_strings" not in given and config.get("stop_strings"):
         taken["stop_strings"] = config["stop_strings"]
     return taken
 
@@ -271,7 +321,7 @@ def _say(settings: Settings) -> str:
 def peel(
     processors: Iterable[Any], do_sample: bool, row: int = 0, num_padding: int = 0
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The rest of the list, and as fields of `Sampling` the penalties that began it and the filters that ended it.
+    """The rest of the list, and as `SamplingParams` the penalties that began it and the filters that ended it.
 
     Args:
         row: of the batch that the processors are for.
@@ -288,6 +338,16 @@ def peel(
     if rest and type(rest[0]) is lp.NoRepeatNGramLogitsProcessor and not num_padding:
         fields["no_repeat_ngram_size"] = rest.pop(0).ngram_size
     return rest, fields
+
+
+def _content(prompt: Any) -> Any:
+    """The text or the token ids of a prompt."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    found = [prompt[name] for name in ("prompt_token_ids", "prompt") if name in prompt]
+    if not found:
+        raise ValueError(f"a prompt's mapping must have 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
+    return found[0]
 
 
 def _skipped(penalty: lp.RepetitionPenaltyLogitsProcessor, row: int) -> int:

@@ -1,0 +1,174 @@
+"""`RequestOutput`, what a caller gets of a request, in vLLM's words; `RequestOutputs` makes them of rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from selfspec.core import FinishReason, Request, RoundOutput, RowRound
+from selfspec.decoding.stats import SpecStats
+
+
+class Logprob(NamedTuple):
+    """The target's log-probability of a token at a position, in nats, before penalties, temperature and filters."""
+
+    logprob: float
+    rank: int | None  # 1 is the likeliest
+    decoded_token: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One of the `n` outputs of a request, or what a step added to it.
+
+    Attributes:
+        index: which of the `n`.
+        text: without stop strings and special tokens; "" where there is no tokenizer.
+        token_ids: new tokens, with the end-of-text token if there is one.
+        finish_reason: "stop" (end of text, a stop string, token or criterion), "length", "abort"; None: it goes on.
+        stop_reason: the stop string, or the id of the stop token, that ended it; None for an end of text.
+        logprobs: per new token, by token id: the token itself and the likeliest; None where nobody asked.
+        cumulative_logprob: the sum over the new tokens.
+        stats: what was drafted and accepted, once it has ended.
+        num_cached_tokens: tokens of the prompt that were in the cache before it was read, once it has ended.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    stats: SpecStats | None = None
+    num_cached_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What a request came to (`LLM.generate`), or what a step added to it (`LLM.stream`, `LLMEngine.step`).
+
+    Attributes:
+        prompt_logprobs: per prompt token as `CompletionOutput.logprobs`, None for the first one; once output 0 has
+            ended, and where asked.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+
+@dataclass(slots=True)
+class RequestState:
+    """A request that has not ended, and its outputs that have."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    n: int
+    finished: dict[int, CompletionOutput] = field(default_factory=dict)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    def output(self, outputs: list[CompletionOutput]) -> RequestOutput:
+        """A `RequestOutput` of the request that holds `outputs`."""
+        is_finished = len(self.finished) == self.n
+        head = self.request_id, self.prompt, self.prompt_token_ids
+        return RequestOutput(*head, outputs, is_finished, self.prompt_logprobs)
+
+
+class RequestOutputs:
+    """Turns an engine's rounds into outputs.
+
+    Args:
+        tokenizer: turns tokens of `logprobs` into text; None: there is none.
+        final_only: make outputs of requests that have ended, whole, in place of what rounds added.
+    """
+
+    def __init__(self, tokenizer: Any, final_only: bool) -> None:
+        self._tokenizer, self._final_only = tokenizer, final_only
+        self._states: dict[str, RequestState] = {}
+        self._unreported: list[RequestOutput] = []
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a request has not ended."""
+        return request_id in self._states
+
+    @property
+    def has_unreported(self) -> bool:
+        """Whether outputs were made that nobody took."""
+        return bool(self._unreported)
+
+    def add(self, request_id: str, prompt: str | None, requests: list[Request]) -> None:
+        """Expect the outputs of a request."""
+        ids = requests[0].prompt_token_ids
+        self._states[request_id] = RequestState(request_id, prompt, ids, len(requests))
+
+    def collect(self, rounds: list[RoundOutput]) -> None:
+        """Make outputs of what rounds added; nothing of a round that added nothing to a sequence."""
+        for round_ in rounds:
+            for row in round_.rows:
+                if row.finish_reason is not None or (row.token_ids and not self._final_only):
+                    self._collect(row)
+
+    def take(self) -> list[RequestOutput]:
+        """The outputs that were made since the last call."""
+        made, self._unreported = self._unreported, []
+        return made
+
+    def _collect(self, row: RowRound) -> None:
+        sequence = row.sequence
+        state = self._states[sequence.request_id]
+        output = self._output(row)
+        if row.finish_reason is not None:
+            state.finished[sequence.index] = output
+            if sequence.request.params.prompt_logprobs is not None:  # the first of them reads the prompt for all
+                state.prompt_logprobs = [None, *(self._logprobs(sequence.prompt_logprobs) or ())]
+            if len(state.finished) == state.n:
+                del self._states[state.request_id]
+        if not self._final_only:
+            self._unreported.append(state.output([output]))
+        elif len(state.finished) == state.n:
+            self._unreported.append(state.output([state.finished[index] for index in range(state.n)]))
+
+    def _output(self, row: RowRound) -> CompletionOutput:
+        """What a round added to a sequence, or with `final_only` all of it."""
+        sequence, is_whole = row.sequence, self._final_only
+        tokens = sequence.completion_token_ids if is_whole else row.token_ids
+        given = None if sequence.request.params.logprobs is None else sequence.logprobs if is_whole else row.logprobs
+        logprobs = self._logprobs(given)
+        total = None
+        if logprobs is not None:
+            total = sum(by_token[token].logprob for token, by_token in zip(tokens, logprobs, strict=True))
+        if row.finish_reason is None:
+            return CompletionOutput(sequence.index, str(row.text), tokens, logprobs=logprobs, cumulative_logprob=total)
+        stop_reason = None
+        if row.finish_reason == "stop":
+            stop_reason = sequence.stopper.stop_reason(sequence.completion_token_ids)
+        return CompletionOutput(
+            sequence.index,
+            sequence.stopper.text if is_whole else str(row.text),
+            tokens,
+            row.finish_reason,
+            stop_reason,
+            logprobs,
+            total,
+            sequence.stats,
+            sequence.num_found,
+        )
+
+    def _logprobs(self, given: Sequence[Any] | None) -> list[dict[int, Logprob]] | None:
+        if given is None:
+            return None
+        made = []
+        for own in given:
+            by_token = {own.token: (own.logprob, own.rank)}
+            by_token |= {token: (logprob, at + 1) for at, (token, logprob) in enumerate(own.top)}
+            made.append({token: Logprob(*pair, self._text(token)) for token, pair in by_token.items()})
+        return made
+
+    def _text(self, token: int) -> str | None:
+        return None if self._tokenizer is None else str(self._tokenizer.decode([token]))

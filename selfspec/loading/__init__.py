@@ -1,0 +1,1 @@
+"""Where a model comes from, and the opened model."""

@@ -1,0 +1,297 @@
+"""`Target`: an opened model: its parts, its exit heads, and what is known of its speed and of its acceptance."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any, Self
+
+from torch import nn
+
+from selfspec.control.adaptive import Adaptive
+from selfspec.control.costs import Costs
+from selfspec.control.plan import Policy
+from selfspec.control.registry import CHOOSES_EXIT, DEFAULT_POLICY, make_policy
+from selfspec.control.tensor_parallel import RankZeroPolicy
+from selfspec.core import SpeculativeConfig
+from selfspec.decoding.defaults import GenerationDefaults
+from selfspec.decoding.prefix_store import PrefixStore
+from selfspec.drafting.responses import Responses
+from selfspec.errors import got, whole
+from selfspec.executors.cpu.install import check_engine, choose
+from selfspec.executors.cuda.exact_runner import install_exact
+from selfspec.executors.cuda.runner import install
+from selfspec.kernels.room import give_back
+from selfspec.learn import Learner
+from selfspec.loading.policy_store import PolicyKey, PolicyStore
+from selfspec.model.exact import ExactStack
+from selfspec.model.exit_heads import ExitHeads
+from selfspec.model.file_weights import FileWeights
+from selfspec.model.fingerprint import hidden_size_of, weights_of
+from selfspec.model.refusals import refuse_autocast
+from selfspec.model.stack import Stack
+from selfspec.model.views import copied_state
+
+_log = logging.getLogger("selfspec")
+
+# What a target is made from.
+MADE_FROM = ("model", "tokenizer", "_check", "_exit_heads", "_backend", "_attention", "_graphs", "_owned")
+
+
+class Target:
+    """A causal LM with its tokenizer: the only judge of what is right, and its own drafter.
+
+    Args:
+        model: any transformers causal LM, with PEFT adapters or without. It is never changed; its weights are shared.
+            What else changes about it later (adapters, device, dtype) is noticed when the next engine is made; an
+            engine keeps the model as it was when it was made, but for weights edited in place through torch.
+        tokenizer: its tokenizer; without one, prompts are token ids and completions have no text.
+        check: run the self-check, which compares the split model with the whole one (a few short forwards).
+        exit_heads: adapters for some exit layers; they change drafts only.
+        attention: who computes attention, see `selfspec.model.attention_backends`; "auto": the fastest here.
+        graphs: on CUDA, capture rounds and layers in graphs and replay those, which takes the time of launching kernels
+            from Python away and gives the same tokens. They may keep up to 2 GiB.
+        backend: what runs the layers: "views" (the model's own modules, for every family), "compiled" (the layers of
+            Llama-shaped models in one function, compiled on this machine when it is first wanted; float32 or bfloat16
+            on CPU; its packed copies take as much memory as the weights, and for bfloat16 there are embedding and head
+            in float32 beside), or "auto": compiled where it serves the model and fits half of the free memory.
+        file: what the model's GGUF file holds of its weights. The compiled engine packs that; the float32 weights are
+            then only in memory where something else reads them.
+        owned: whether selfspec loaded the model itself, so that weights may be moved in memory: on CUDA, those that are
+            multiplied with the same input are put one after the other. Their numbers stay.
+
+    Raises:
+        UnsupportedModelError: the model cannot be split, with the reason.
+        NoCompilerError: backend "compiled" on a machine without a C++ compiler.
+        ValueError: exit heads of a model of another shape, or a backend that does not
+            serve it or is not here.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        *,
+        check: bool = True,
+        exit_heads: ExitHeads | None = None,
+        backend: str = "auto",
+        attention: str = "auto",
+        graphs: bool = True,
+        file: FileWeights | None = None,
+        owned: bool = False,
+    ) -> None:
+        self.model, self.tokenizer, self._check, self._owned = model, tokenizer, check, owned
+        self._attention, self._graphs, self._file = attention, graphs, file
+        self._backend = check_engine(backend)
+        if not check and backend not in ("auto", "views"):
+            raise ValueError(f"backend {backend!r} is used after the self-check alone; leave check=False out")
+        if attention != "auto" and backend == "compiled":
+            raise ValueError(f"backend 'compiled' has attention of its own; leave attention={attention!r} out")
+        if attention != "auto" and backend == "auto":
+            self._backend = "views"
+        if not isinstance(exit_heads, ExitHeads | None):
+            raise ValueError(f"exit_heads must be selfspec.ExitHeads or None, got {exit_heads!r}")
+        self.learner: Learner | None = None
+        """The one that `learn=True` made, and goes on with."""
+        self._exit_heads = exit_heads
+        self._open()
+
+    def __copy__(self) -> Self:
+        """The same opened model; statistics and responses of its calls are its own from now on."""
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        made.policies, made.learner, made.responses = self.policies.copy(), None, Responses()
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What it was made from: a deep copy or an unpickled target opens the model anew, and has no learner yet."""
+        return {name: self.__dict__[name] for name in MADE_FROM}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.learner = None
+        self._file = None  # copies of the weights are in no file
+        self._open()
+
+    def _open(self) -> None:
+        self._state = copied_state(self.model)
+        self.responses = Responses()
+        """Finished responses of the calls that reuse them; another model may not know their tokens."""
+        self.prefixes = PrefixStore()
+        """Keys and values of earlier calls."""
+        self.stack = Stack(self.model, self._attention, self._file)
+        refuse_autocast(self.stack.device)
+        if not self._check:
+            self.stack.leave_out_heads()  # they are only ever used once the self-check has found them equal
+        self.split_error = choose(self.stack, self._backend) if self._check else None
+        """Largest logit difference between split and whole model, in standard deviations of the logits."""
+        self.defaults = GenerationDefaults(self.stack.model, self.tokenizer)
+        """What the model's generation config asks for."""
+        if self._graphs:
+            install(self.stack, owned=self._owned)
+        self.exit_heads = self._exit_heads
+        self._exact: ExactStack | None = None
+        if self._file is not None and self.stack.engine == "compiled":
+            self._file.release()  # nobody else has the model yet
+            give_back()
+
+    @property
+    def exit_heads(self) -> ExitHeads | None:
+        """Adapters between early layers and the model's own head; None: early layers use the head as it is.
+
+        Setting them puts them on the model's device and in its dtype, and forgets acceptance statistics.
+
+        Raises:
+            ValueError: they are of a model of another shape.
+        """
+        return self.stack.exit_heads
+
+    @exit_heads.setter
+    def exit_heads(self, heads: ExitHeads | None) -> None:
+        stack = self.stack
+        if heads is not None:
+            heads.check(stack.num_layers, hidden_size_of(stack))
+            if heads.weights and heads.weights != weights_of(stack):
+                _log.warning("these exit heads were trained for other weights; drafts may be worse, output is the same")
+        self._exit_heads = heads
+        # the caller's may serve other targets, of other devices and dtypes
+        stack.exit_heads = None if heads is None else copy.deepcopy(heads).to(stack.device, stack.dtype)
+        self.policies = PolicyStore(stack)
+        """What rounds cost here, and how often its layers are right; forgotten with the exit heads."""
+
+    @property
+    def backend(self) -> str:
+        """What runs the layers: "views" or "compiled"."""
+        return self.stack.engine
+
+    @property
+    def attention_backend(self) -> str:
+        """Who computes attention: sdpa, triton, flash, varlen, reference or compiled; in graphs it is always triton."""
+        return "compiled" if self.backend == "compiled" else self.stack.backend.name
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """End-of-text tokens, see `GenerationDefaults`."""
+        return self.defaults.eos_token_ids
+
+    @property
+    def default_exit_layer(self) -> int | None:
+        """The exit layer stored with the model (`exit_layer` in generation_config.json), if there is one."""
+        return getattr(self.defaults.config, "exit_layer", None)
+
+    @property
+    def default_num_speculative_tokens(self) -> int | None:
+        """The draft length stored with the model (`num_speculative_tokens` in generation_config.json), if any."""
+        return getattr(self.defaults.config, "num_speculative_tokens", None)
+
+    @property
+    def exact_stack(self) -> Stack:
+        """What runs exact mode: the compiled engine, whose results depend on nothing else in a call as it is; else the
+        model opened up a second time, over the same weights, made when first asked for.
+
+        Raises:
+            UnsupportedModelError: exact mode is not exact for this model on this device.
+        """
+        if self.stack.engine == "compiled":
+            return self.stack
+        if self._exact is None:
+            self._exact = ExactStack(self.stack, install=install_exact)
+        return self._exact
+
+    def costs(self, batch_size: int = 1, exact: bool = False) -> Costs:
+        """Seconds that the pieces of a round take on this machine.
+
+        Read from the profile in the user's cache folder, else measured now, which takes a second or two for a small
+        model, and saved there; `selfspec calibrate` measures more thoroughly.
+
+        Args:
+            batch_size: rows that will be decoded together; more than were measured so far are measured too, up to 32.
+            exact: those of exact mode.
+
+        Raises:
+            ValueError: a batch size below 1, or a model of a single layer.
+        """
+        batch_size = whole("batch_size", batch_size, 1)
+        return self.policies.costs(self.exact_stack if exact else self.stack, batch_size, exact)
+
+    def refresh(self, exact: bool = False) -> Stack:
+        """What decodes now: the model is opened anew where its adapter, device, dtype or hooks have changed."""
+        if copied_state(self.model) != self._state:
+            self._file = None
+            self._open()
+        stack = self.exact_stack if exact else self.stack
+        stack.refresh(deeply=True)
+        return stack
+
+    def policy(self, config: SpeculativeConfig, max_num_seqs: int = 1, exact: bool = False) -> Policy:
+        """The policy that a configuration names; an exit layer or draft length without a policy is `fixed`.
+
+        `adaptive` continues with what the call before learned, where it had the same arguments.
+
+        Raises:
+            ValueError: there is no policy of this name, or an exit layer that the model does not have.
+        """
+        stack = self.exact_stack if exact else self.stack
+        name, exit_layer, num_tokens = config.policy, config.exit_layer, config.num_speculative_tokens
+        if name is None:
+            name = DEFAULT_POLICY if exit_layer is None and num_tokens is None else "fixed"
+        if name not in CHOOSES_EXIT:
+            exit_layer = self.default_exit_layer if exit_layer is None else exit_layer
+            num_tokens = self.default_num_speculative_tokens if num_tokens is None else num_tokens
+
+        def costs() -> Costs:
+            return self.costs(max_num_seqs, exact)
+
+        key = PolicyKey.of(config, exact)
+        if key is not None and stack.num_layers > 1 and stack.ranks is None:
+            kept = self.policies.take(key, costs)
+            if kept is not None:
+                return kept
+        prior = self.prior if name == "adaptive" else None
+        drafters = config.drafters
+        made = make_policy(
+            name, stack.num_layers, exit_layer, num_tokens, costs, prior, drafters, stack.default_draft_vocab
+        )
+        made.set_vocabulary(stack.frequencies if stack.has_draft_heads else None)
+        made.set_copies(stack.has_copies)
+        return made if stack.ranks is None else RankZeroPolicy(made, stack.ranks.leads, stack.ranks.agreed)
+
+    def keep_policy(self, policy: Policy, config: SpeculativeConfig, exact: bool = False) -> None:
+        """Let later calls continue with what a policy learned; its caller must not use it any more."""
+        key = PolicyKey.of(config, exact)
+        if key is None or not isinstance(policy, Adaptive):
+            self.policies.learn_from(policy)
+        else:
+            self.policies.keep(policy, key)
+
+    def learner_of(self, config: SpeculativeConfig) -> Learner | None:
+        """Who trains exit heads while decoding by this configuration; None: nobody does.
+
+        Raises:
+            ValueError: `config.learn` is no bool and no `Learner` of this model.
+        """
+        learn = config.learn
+        if learn is True:
+            learn = self.learner = self.learner or Learner(self)
+        if not isinstance(learn, Learner):
+            if not isinstance(learn, bool):
+                raise ValueError(f"learn must be True, False or a selfspec.learn.Learner, {got(learn)}")
+            return None
+        learn.follow(self.stack)
+        if config.exit_layer is not None and 1 <= config.exit_layer < self.stack.num_layers:
+            learn.cover([config.exit_layer])
+        return learn
+
+    @property
+    def prior(self) -> dict[str, Any] | None:
+        """Acceptance statistics of earlier calls, or of earlier programs that kept theirs, or those that came with the
+        model; None when there are none."""
+        return self.policies.prior
+
+    @prior.setter
+    def prior(self, prior: dict[str, Any] | None) -> None:
+        self.policies.prior = prior
+
+    def save_prior(self) -> None:
+        """Keep the acceptance statistics of this target's calls for later programs, in the user's cache folder."""
+        self.policies.save()
