@@ -18,7 +18,7 @@ from selfspec.cli.screen import Screen
 from selfspec.control.plan import DRAFTS
 from selfspec.control.registry import POLICIES
 from selfspec.model.exit_heads import ExitHeads
-from selfspec.target import Target
+from selfspec.loading.target import Target
 from tests import cli_fixtures
 from tests.cli_fixtures import Terminal, assert_refused
 from tests.target import load
@@ -53,13 +53,13 @@ def test_version_is_the_package_s(run):
 
 def test_text_goes_to_stdout_and_nothing_else_anywhere(generate, target):
     done = generate("def f(x):", "--max-tokens", 30)
-    [expected] = target.generate("def f(x):", max_new_tokens=30)
+    [expected] = target.generate("def f(x):", max_tokens=30)
     assert done == (0, expected.text + "\n", "")
 
 
 @pytest.mark.parametrize("stream", ["--stream", "--no-stream"])
 def test_streamed_and_whole_text_are_the_same(generate, target, stream):
-    [expected] = target.generate("abc", max_new_tokens=40, temperature=0.9, seed=3)
+    [expected] = target.generate("abc", max_tokens=40, temperature=0.9, seed=3)
     done = generate("abc", "--max-tokens", 40, "--temperature", 0.9, "--seed", 3, stream)
     assert done == (0, expected.text + "\n", "")
 
@@ -68,7 +68,7 @@ def test_exit_heads_change_no_token(generate, target, tmp_path):
     heads = ExitHeads([1, 2], 32, 4).requires_grad_(False)
     heads.heads["2"].down.normal_()
     heads.save(tmp_path)
-    [expected] = target.generate("abc", max_new_tokens=40)
+    [expected] = target.generate("abc", max_tokens=40)
     done = generate("abc", "--max-tokens", 40, "--exit-layer", 2, "--exit-heads", tmp_path)
     assert done == (0, expected.text + "\n", "")
 
@@ -81,7 +81,7 @@ def test_a_pipe_is_read_as_the_prompt_without_its_last_line_break(generate, prom
 def test_json_is_one_document(generate, target):
     done = generate("abc", "--json", "--max-tokens", 20, "--temperature", 0.8, "--seed", 5)
     document = json.loads(done.out)
-    [expected] = target.generate("abc", max_new_tokens=20, temperature=0.8, seed=5)
+    [expected] = target.generate("abc", max_tokens=20, temperature=0.8, seed=5)
     assert (done.code, done.err) == (0, "")
     assert document["text"] == expected.text
     assert document["tokens"] == expected.tokens
@@ -99,7 +99,7 @@ def test_the_policies_are_those_of_the_library():
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_writes_the_text_of_plain_decoding(generate, target, policy):
     done = json.loads(generate("abc", "--max-tokens", 20, "--json", "--policy", policy).out)
-    [plain] = target.generate("abc", max_new_tokens=20, policy="plain")
+    [plain] = target.generate("abc", max_tokens=20, policy="plain")
     assert (done["policy"], done["tokens"]) == (policy, plain.tokens)
     assert sum(done["plans"].values()) == done["stats"]["num_spec_steps"] + done["stats"]["num_plain_steps"]
 
@@ -200,7 +200,7 @@ def test_stats_are_a_table_on_stderr(generate):
 
 
 def test_stop_text_ends_the_output_and_is_no_part_of_it(generate, target):
-    [whole] = target.generate("def f(x):", max_new_tokens=40)
+    [whole] = target.generate("def f(x):", max_tokens=40)
     stop = "Y,"
     done = generate("def f(x):", "--max-tokens", 40, "--stop", "never there", "--stop", stop, "--json")
     document = json.loads(done.out)
@@ -265,11 +265,11 @@ def test_a_file_of_prompts_gives_a_line_each_in_their_order(generate, target, tm
     assert (done.code, done.err) == (0, "")
     found = [json.loads(line) for line in done.out.splitlines()]
     expected = target.generate(
-        ["one", "number two", "3"], temperature=0.9, seed=[2, 9, 2], max_new_tokens=[25, 10, 1], max_batch_size=3
+        ["one", "number two", "3"], temperature=0.9, seed=[2, 9, 2], max_tokens=[25, 10, 1], max_num_seqs=3
     )
     assert [line["id"] for line in found] == ["first", 1, 3]
     assert [line["seed"] for line in found] == [2, 9, 2]
-    assert [line["tokens"] for line in found] == [completion.tokens for completion in expected]
+    assert [line["tokens"] for line in found] == [completion.token_ids for completion in expected]
     assert [line["text"] for line in found] == [completion.text for completion in expected]
     assert all(line["stats"].keys() >= STATS for line in found)
 
@@ -279,7 +279,7 @@ def test_a_file_of_prompts_gives_a_line_each_in_their_order(generate, target, tm
 
 def test_a_chat_template_is_used_when_there_is_one(run, chat_folder, target):
     as_text = "system: brief\nuser: hi\nbot:"
-    [expected] = target.generate(as_text, max_new_tokens=12)
+    [expected] = target.generate(as_text, max_tokens=12)
     call = ("generate", "--model", chat_folder, "--max-tokens", 12)
     assert run(*call, "hi", "--system", "brief").out == expected.text + "\n"
     assert run(*call, "hi").out == run(*call, "user: hi\nbot:", "--no-chat").out
@@ -400,7 +400,7 @@ def test_the_models_generation_config_is_applied_and_said_unless_told_otherwise(
     stored |= {"repetition_penalty": 1.4, "do_sample": True, "temperature": 0.9, "max_new_tokens": 20}
     (folder / "generation_config.json").write_text(json.dumps(stored))
     target = load(folder)
-    [sampled], [greedy] = target.generate("abc"), target.generate("abc", temperature=0, max_new_tokens=9)
+    [sampled], [greedy] = target.generate("abc"), target.generate("abc", temperature=0, max_tokens=9)
     [neutral] = target.generate("abc", generation_config=False)
     assert len(sampled.tokens) == 20 and len({sampled.text[:5], greedy.text[:5], neutral.text[:5]}) > 1
     done = run("generate", "--model", folder, "abc")
@@ -431,13 +431,13 @@ def test_several_completions_of_a_prompt_are_lines_with_seeds_that_count_up(gene
     done = generate("abc", "--n", 3, "--temperature", 0.9, "--seed", 5, "--max-tokens", 8)
     lines = [json.loads(line) for line in done.out.splitlines()]
     assert [(line["id"], line["index"], line["seed"]) for line in lines] == [(0, 0, 5), (0, 1, 6), (0, 2, 7)]
-    expected = target.generate(["abc"] * 3, temperature=0.9, seed=[5, 6, 7], max_new_tokens=8)
-    assert [line["tokens"] for line in lines] == [completion.tokens for completion in expected]
+    expected = target.generate(["abc"] * 3, temperature=0.9, seed=[5, 6, 7], max_tokens=8)
+    assert [line["tokens"] for line in lines] == [completion.token_ids for completion in expected]
     prompts = b'{"prompt": "abc", "seed": 6, "max_tokens": 4}\n{"prompt": "x"}'
     done = generate("--prompts", "-", "--n", 2, "--temperature", 0.9, "--max-tokens", 8, stdin=prompts)
     lines = [json.loads(line) for line in done.out.splitlines()]
     assert [(line["id"], line["index"], line["seed"]) for line in lines] == [(0, 0, 6), (0, 1, 7), (1, 0, 0), (1, 1, 1)]
-    assert [line["tokens"] for line in lines[:2]] == [completion.tokens[:4] for completion in expected[1:]]
+    assert [line["tokens"] for line in lines[:2]] == [completion.token_ids[:4] for completion in expected[1:]]
 
 
 def test_several_greedy_outputs_are_refused(generate):
@@ -489,12 +489,12 @@ def test_what_an_interrupted_run_has_learned_is_kept(generate, model_folder, mon
 )
 def test_penalties_are_those_of_the_library(generate, target, options, asked):
     done = generate("abcabcabc", "--max-tokens", 30, *options, "--json")
-    [expected], [without] = (target.generate("abcabcabc", max_new_tokens=30, **more) for more in (asked, {}))
+    [expected], [without] = (target.generate("abcabcabc", max_tokens=30, **more) for more in (asked, {}))
     assert json.loads(done.out)["tokens"] == expected.tokens != without.tokens
 
 
 def test_stop_tokens_end_the_output(generate, target):
-    [whole] = target.generate("abc", max_new_tokens=30)
+    [whole] = target.generate("abc", max_tokens=30)
     stop = whole.tokens[7]
     end = whole.tokens.index(stop) + 1
     for given in ((f"{stop},256",), (256, "--stop-token-ids", stop)):
@@ -503,7 +503,7 @@ def test_stop_tokens_end_the_output(generate, target):
 
 
 def test_logprobs_are_in_the_document_and_in_lines(generate, target):
-    [expected] = target.generate("abc", max_new_tokens=5, logprobs=2)
+    [expected] = target.generate("abc", max_tokens=5, logprobs=2)
     document = json.loads(generate("abc", "--max-tokens", 5, "--logprobs", 2, "--json").out)
     assert [one["token"] for one in document["logprobs"]] == expected.tokens
     for told, one in zip(document["logprobs"], expected.logprobs, strict=True):

@@ -15,7 +15,7 @@ from selfspec.calibrate import measure as measure_module
 from selfspec.cli import calibrate as command
 from selfspec.cli import talk
 from selfspec.cli.talk import Talk
-from selfspec.control.cost_table import Table
+from selfspec.control.costs import Table
 from selfspec.control.costs import Costs
 from tests import cli_fixtures
 from tests.cli_fixtures import Terminal, assert_refused

@@ -134,7 +134,7 @@ def test_an_interrupt_stops_a_reply_and_keeps_what_was_said(chat, chat_folder, r
     whole = replies("hello", max_new_tokens=30)
     assert done.code == 0 and len(first) < 5 and whole.startswith(first)
     going_on = f"user: hello\nassistant: {first}\nuser: go on\nbot:"
-    [wanted] = load(chat_folder).generate(going_on, max_new_tokens=30)
+    [wanted] = load(chat_folder).generate(going_on, max_tokens=30)
     assert second == wanted.text + "\n"
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from selfspec import hub
+from selfspec.loading import hub
 from selfspec.cli import talk
 from selfspec.control.plan import CORPUS
 from selfspec.drafting import documents as corpus
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.datastore_build import build
-from selfspec.drafting.prompt_lookup import Guess
+from selfspec.core import Draft
 from selfspec.model.fingerprint import vocabulary_of
 from tests import cli_fixtures
 from tests.cli_fixtures import Terminal, assert_refused, save_model
@@ -41,7 +41,7 @@ def test_a_corpus_of_code_is_built_told_about_and_drafted_from(run, tmp_path, to
     assert told["verified"] and told["tokenizer"] == vocabulary_of(tokenizer) and told["num_documents"] == 3
     assert told["num_bytes"] == file.stat().st_size
     store = Datastore.open(file, tokenizer)
-    assert store.draft(whole[:200], 8) == Guess(whole[200:208], 16, CORPUS)
+    assert store.draft(whole[:200], 8) == Draft(whole[200:208], 16, CORPUS)
     assert set(tmp_path.iterdir()) == {lines, file}
 
 

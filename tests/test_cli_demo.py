@@ -21,15 +21,15 @@ def demo():
 
 def test_the_demo_knows_its_own_exit_and_has_room(demo):
     assert 1 <= demo.default_exit_layer < demo.stack.num_layers
-    assert demo.default_num_draft_tokens >= 1
+    assert demo.default_num_speculative_tokens >= 1
     assert demo.tokenizer is not None
 
 
 def test_the_demo_s_text_is_that_of_plain_decoding(demo):
     prompt = PROMPT.read_text(encoding="utf-8").rstrip("\n")
-    [drafted] = demo.generate(prompt, max_new_tokens=64, policy="fixed")
-    [planned] = demo.generate(prompt, max_new_tokens=64)
-    [plain] = demo.generate(prompt, max_new_tokens=64, policy="plain")
+    [drafted] = demo.generate(prompt, max_tokens=64, policy="fixed")
+    [planned] = demo.generate(prompt, max_tokens=64)
+    [plain] = demo.generate(prompt, max_tokens=64, policy="plain")
     assert drafted.tokens == planned.tokens == plain.tokens
     assert drafted.stats.mean_acceptance_length > 1.5
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from selfspec import gguf_file, gguf_index
+from selfspec import SamplingParams
+from selfspec.loading import gguf_file, gguf_index
 from selfspec.model import mapped_file
 from selfspec.model.fingerprint import weights_of
 from selfspec.model.mapped_file import MappedFile
@@ -67,7 +68,7 @@ def tokens(model, count=12):
 
 
 def decoded(target, count=12, **options):
-    return target.generate([PROMPT], max_new_tokens=count, **options)[0].tokens
+    return target.generate([PROMPT], max_tokens=count, **options)[0].token_ids
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_the_compiled_engine_has_the_blocks_of_all_products_and_of_a_tied_head(t
     for tied in (False, True):
         source = family_model("llama", tie_word_embeddings=tied)
         file = write_gguf(tmp_path / "tiny.gguf", source, "Q4_1", kinds={"token_embd.weight": "Q8_0"})
-        target = load(file, engine="compiled")
+        target = load(file, backend="compiled")
         weights = target.stack.llama
         linears = [linear for layer in weights.layers for linear in layer.linears()]
         assert {linear.blocks.type for linear in linears} == {"Q4_1"}
@@ -117,7 +118,7 @@ def test_weights_of_other_types_stay_as_they_are(tmp_path):
     missing = {name for name, weight in model.named_parameters() if weight.ndim == 2} - known.keys()
     layers = ("0.mlp.up_proj", "1.self_attn.v_proj", "1.mlp.down_proj")
     assert missing == {f"model.layers.{layer}.weight" for layer in layers}
-    target = load(file, engine="compiled")
+    target = load(file, backend="compiled")
     assert decoded(target) == tokens(target.model)
 
 
@@ -137,7 +138,7 @@ def test_without_blocks_of_supported_types_nothing_is_mapped(tmp_path):
     source = source_model()
     file = write_gguf(tmp_path / "tiny.gguf", source, "F16")
     for _ in range(2):
-        target = load(file, engine="compiled")
+        target = load(file, backend="compiled")
         assert target.stack.file is None
         assert decoded(target) == tokens(target.model)
 
@@ -160,7 +161,7 @@ def test_the_next_call_follows_an_edited_weight_which_has_no_blocks_any_more(fil
         monkeypatch.setattr(mapped_file, "PAGEMAP", "/nowhere")
     elif not os.path.exists(mapped_file.PAGEMAP):
         pytest.skip("only Linux tells which pages were written to")
-    target = load(file, engine="compiled")
+    target = load(file, backend="compiled")
     before, held = decoded(target), target.stack.file
     weight = target.model.model.layers[1].mlp.down_proj.weight
     with torch.no_grad():
@@ -177,7 +178,7 @@ def test_the_next_call_follows_an_edited_weight_which_has_no_blocks_any_more(fil
 
 
 def test_an_edit_of_a_head_reaches_drafts_over_a_part_of_the_vocabulary(file):
-    target = load(file, engine="compiled")
+    target = load(file, backend="compiled")
     hidden = torch.randn(3, 256)
     with torch.no_grad():
         target.model.lm_head.weight.mul_(-3)
@@ -188,7 +189,7 @@ def test_an_edit_of_a_head_reaches_drafts_over_a_part_of_the_vocabulary(file):
 
 
 def test_what_is_packed_stays_when_the_file_is_overwritten(file):
-    target = load(file, engine="compiled")
+    target = load(file, backend="compiled")
     with torch.no_grad():
         target.model.model.layers[1].mlp.down_proj.weight.mul_(-3)
     with open(file, "r+b") as opened:  # in place, as a copy over the file does
@@ -198,7 +199,7 @@ def test_what_is_packed_stays_when_the_file_is_overwritten(file):
 
 
 def test_a_truncated_file_is_not_read_any_more(file):
-    target = load(file, engine="compiled")
+    target = load(file, backend="compiled")
     before = decoded(target)
     os.truncate(file, 4096)
     hidden = torch.randn(3, 256)
@@ -212,7 +213,7 @@ def test_a_truncated_file_is_not_read_any_more(file):
 
 def test_biases_beside_blocks_may_be_edited(tmp_path):
     file = write_gguf(tmp_path / "tiny.gguf", family_model("qwen2", tie_word_embeddings=False), "Q4_0")
-    target = load(file, engine="compiled")
+    target = load(file, backend="compiled")
     before = decoded(target)
     with torch.no_grad():
         target.model.model.layers[1].self_attn.v_proj.bias.add_(torch.randn(128))

@@ -129,7 +129,7 @@ def test_what_torch_compiled_of_a_forward_is_served(llama, change):
     change(llama)
     before = {name: dict(vars(module)) for name, module in llama.named_modules()}
     assert ours(llama) == wanted
-    done = load(llama).generate([batch((9, 4, 12))["input_ids"][2].tolist()], max_new_tokens=NEW)[0].tokens
+    done = load(llama).generate([batch((9, 4, 12))["input_ids"][2].tolist()], max_tokens=NEW)[0].token_ids
     assert done == [token for token in wanted[2][12:] if token != PAD]
     assert {name: dict(vars(module)) for name, module in llama.named_modules()} == before
 
@@ -193,14 +193,14 @@ def test_a_method_in_place_of_a_parts_forward_is_served(llama):
 
 def test_a_forward_that_is_replaced_later_is_noticed(llama):
     spec, target, ids = SelfSpeculative(2, 3), load(llama), batch((9,))["input_ids"]
-    wanted, [loaded] = ours(llama, spec), target.generate(ids, max_new_tokens=2)
+    wanted, [loaded] = ours(llama, spec), target.generate(ids, max_tokens=2)
     wrapped(llama.model.layers[0])
     for call in (lambda: ours(llama, spec), lambda: target.generate(ids)):
         with pytest.raises(UnsupportedModelError, match="was replaced"):
             call()
     del llama.model.layers[0].forward
     assert ours(llama, spec) == wanted
-    assert target.generate(ids, max_new_tokens=2)[0].tokens == loaded.tokens
+    assert target.generate(ids, max_tokens=2)[0].token_ids == loaded.token_ids
 
 
 def test_a_replaced_preparation_of_inputs_is_refused(llama):
@@ -217,7 +217,7 @@ def test_a_replaced_preparation_of_inputs_is_refused(llama):
 def test_autocast_is_refused_by_name_on_every_path(llama):
     target, spec, ids = load(llama), SelfSpeculative(2, 3), batch((9,))["input_ids"]
     wanted = ours(llama, spec)
-    stream = target.stream(ids, max_new_tokens=NEW)
+    stream = target.stream(ids, max_tokens=NEW)
     with torch.autocast("cpu", torch.bfloat16):
         for call in (
             lambda: ours(llama),
@@ -269,17 +269,17 @@ NAMES = ["copy", "deepcopy", "pickle"]
 
 @pytest.mark.parametrize("copied", COPIES, ids=NAMES)
 def test_a_copied_target_decodes_likewise_and_by_itself(llama, tokenizer, copied):
-    target, ids = load(llama, tokenizer, engine="views"), batch((9,))["input_ids"]
-    wanted = target.generate(ids, max_new_tokens=NEW)[0]
+    target, ids = load(llama, tokenizer, backend="views"), batch((9,))["input_ids"]
+    wanted = target.generate(ids, max_tokens=NEW)[0]
     other = copied(target)
-    assert other.engine == "views" and (other.model is llama) == (copied is copy.copy)
-    got = other.generate(ids, max_new_tokens=NEW)[0]
-    assert (got.tokens, got.text) == (wanted.tokens, wanted.text)
+    assert other.backend == "views" and (other.model is llama) == (copied is copy.copy)
+    got = other.generate(ids, max_tokens=NEW)[0]
+    assert (got.token_ids, got.text) == (wanted.token_ids, wanted.text)
     with torch.no_grad():
         llama.lm_head.weight.neg_()
-    changed = target.generate(ids, max_new_tokens=NEW)[0].tokens
-    after = other.generate(ids, max_new_tokens=NEW)[0].tokens
-    assert changed != wanted.tokens and after == (changed if copied is copy.copy else wanted.tokens)
+    changed = target.generate(ids, max_tokens=NEW)[0].token_ids
+    after = other.generate(ids, max_tokens=NEW)[0].token_ids
+    assert changed != wanted.token_ids and after == (changed if copied is copy.copy else wanted.token_ids)
 
 
 @pytest.mark.parametrize("copied", COPIES, ids=NAMES)
@@ -287,6 +287,6 @@ def test_a_copied_loop_decodes_likewise(llama, tokenizer, copied):
     spec = SelfSpeculative(3, 4, stop_strings=stops_of(llama, tokenizer), tokenizer=tokenizer)
     wanted = ours(llama, spec)
     other = copied(spec)
-    assert [one.tokens for one in other.completions] == [one.tokens for one in spec.completions]
+    assert [one.token_ids for one in other.completions] == [one.token_ids for one in spec.completions]
     assert other.stats == spec.stats
     assert ours(llama, other) == wanted

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from selfspec.calibrate import profile
-from selfspec.control.cost_table import Table
+from selfspec.control.costs import Table
 from selfspec.control.costs import Costs
 from tests.models import build, tiny
 from tests.target import Target
@@ -325,7 +325,7 @@ def test_costs_are_dropped_when_the_model_changes(cache, fake):
     target = Target(build("llama"))
     before = target.costs()
     target.model.double()
-    target.generate([[5, 6]], max_new_tokens=2, policy="plain")
+    target.generate([[5, 6]], max_tokens=2, policy="plain")
     assert target.costs() is not before and len(fake) == 2
 
 

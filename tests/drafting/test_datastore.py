@@ -20,7 +20,7 @@ from selfspec.drafting.compiled_index import draft, find
 from selfspec.drafting.datastore import MOST_PLACES, Datastore
 from selfspec.drafting.datastore_build import build
 from selfspec.drafting.datastore_file import DEPTH, FORMAT, MAGIC, PAGE, verify
-from selfspec.drafting.prompt_lookup import Guess
+from selfspec.core import Draft
 from selfspec.errors import DatastoreError
 from selfspec.kernels.compiled_call import functions
 from selfspec.model.fingerprint import vocabulary_of
@@ -72,7 +72,7 @@ def test_it_finds_what_a_naive_search_finds(file, corpus, most):
         length, ends = naive(documents, context, most)
         match = store.find(context, most)
         if length == 0:
-            assert match is None and store.draft(context, 5) == Guess([], 0, CORPUS)
+            assert match is None and store.draft(context, 5) == Draft([], 0, CORPUS)
             continue
         assert (match.length, match.num_places) == (length, len(ends))
 
@@ -116,15 +116,15 @@ def test_of_many_places_a_sample_tells_the_most_frequent(file):
     store = Datastore.open(file)
     match = store.find([0, 1])
     assert (match.length, match.num_places) == (1, 1000)
-    assert store.draft([0, 1], 2) == Guess([2, 3], 1, CORPUS)
+    assert store.draft([0, 1], 2) == Draft([2, 3], 1, CORPUS)
 
 
 def test_neither_match_nor_draft_crosses_the_end_of_a_document(file):
     build(file, [[1, 2, 3], [4, 5, 6]], "", 10)
     store = Datastore.open(file)
-    assert store.draft([1, 2], 5) == Guess([3], 2, CORPUS)
+    assert store.draft([1, 2], 5) == Draft([3], 2, CORPUS)
     assert store.find([2, 3]) is None  # nothing follows
-    assert store.draft([3, 4], 5) == Guess([5, 6], 1, CORPUS)  # 3 is of another document
+    assert store.draft([3, 4], 5) == Draft([5, 6], 1, CORPUS)  # 3 is of another document
 
 
 def test_tokens_beyond_the_vocabulary_match_nothing(file):
@@ -309,7 +309,7 @@ def test_readers_see_the_old_file_or_the_new_one_whole(tmp_path):
         while reader.poll() is None:
             for documents in (new, old):
                 build(file, documents, "", 10)
-                assert store.draft([1], 2) == Guess([2, 3], 1, CORPUS)  # whoever has the first one open keeps it
+                assert store.draft([1], 2) == Draft([2, 3], 1, CORPUS)  # whoever has the first one open keeps it
         assert json.loads(reader.stdout.readline()) == [9000, 15000] and reader.returncode == 0
     build(file, new, "", 10)
-    assert Datastore.open(file).draft([1], 2) == Guess([4, 5], 1, CORPUS)
+    assert Datastore.open(file).draft([1], 2) == Draft([4, 5], 1, CORPUS)

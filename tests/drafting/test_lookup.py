@@ -14,7 +14,8 @@ from selfspec.control.plan import NUM_MATCH_BINS, match_bin
 from selfspec.control.rows import Tally
 from selfspec.drafting.compiled_index import CompiledIndex
 from selfspec.drafting.ngram_index import Index
-from selfspec.drafting.prompt_lookup import Guess, Lookup
+from selfspec.core import Draft
+from selfspec.drafting.prompt_lookup import Lookup
 from selfspec.kernels import compiled_call
 from selfspec.kernels.compiled_call import functions
 
@@ -55,7 +56,7 @@ def test_a_draft_is_what_a_naive_search_finds(kind, content, most, num_tokens, s
     for start in range(0, len(content), step):
         grown += content[start : start + step]
         expected, match = naive(grown, most, num_tokens)
-        assert lookup.draft(num_tokens) == Guess(expected, match)
+        assert lookup.draft(num_tokens) == Draft(expected, match)
         assert (lookup.match, len(lookup)) == (match, len(grown))
 
 

@@ -24,7 +24,7 @@ from selfspec.model.attention import Reach, attend_rows
 from selfspec.model.attention_backends import FLASH_PAGE, Backend, importable, named
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span, Tree
 from selfspec.model.stack import Stack
-from tests.helpers import make_prompts
+from tests.helpers import make_prompts, tokens_of
 from tests.models import build
 from tests.target import Target
 
@@ -230,12 +230,10 @@ def test_the_fastest_is_so_on_the_whole_and_serves_every_call():
 
 def test_models_decode_the_same_tokens_with_another_backend():
     model, prompts = build("gpt_oss"), make_prompts([5, 19, 40])
-    wanted = Target(model).generate(prompts, max_new_tokens=12, exit_layer=1)
+    wanted = Target(model).generate(prompts, max_tokens=12, exit_layer=1)
     target = Target(model, attention="reference")
     assert target.attention_backend == "reference"
-    assert [one.tokens for one in target.generate(prompts, max_new_tokens=12, exit_layer=1)] == [
-        one.tokens for one in wanted
-    ]
+    assert tokens_of(target.generate(prompts, max_tokens=12, exit_layer=1)) == [one.token_ids for one in wanted]
 
 
 @pytest.mark.parametrize("problem", ["raises", "wrong"])
@@ -246,16 +244,16 @@ def test_a_backend_that_disagrees_with_the_model_gives_way_to_sdpa(monkeypatch, 
         return torch.zeros_like(queries).transpose(0, 1).contiguous()
 
     monkeypatch.setattr(fastest, "choose", lambda *given: Backend("broken", attend))
-    target = Target(build("qwen2"), engine="views")
+    target = Target(build("qwen2"), backend="views")
     assert target.attention_backend == "sdpa" and target.split_error < 1e-3
     assert "attention backend broken does not serve this model here" in caplog.text
 
 
 def test_an_engine_with_attention_of_its_own_says_so():
-    with pytest.raises(ValueError, match="engine 'compiled' has attention of its own"):
-        Target(build("llama"), engine="compiled", attention="reference")
+    with pytest.raises(ValueError, match="backend 'compiled' has attention of its own"):
+        Target(build("llama"), backend="compiled", attention="reference")
     target = Target(build("llama"))
-    assert target.attention_backend == ("compiled" if target.engine == "compiled" else "sdpa")
+    assert target.attention_backend == ("compiled" if target.backend == "compiled" else "sdpa")
 
 
 def test_pages_are_as_large_as_the_backend_asks():

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from selfspec.model import exit_heads as module
 from selfspec.model.exit_heads import FILE, ExitHead, ExitHeads
-from tests.helpers import make_prompts
+from tests.helpers import make_prompts, tokens_of
 from tests.models import build, some_heads
 from tests.target import Target, load
 
@@ -33,7 +33,7 @@ def test_a_new_head_changes_nothing():
 @torch.inference_mode()
 def test_the_last_layer_never_sees_them(family):
     target = Target(build(family))
-    plain = target.generate(PROMPTS, policy="plain", max_new_tokens=20, temperature=0.7)
+    plain = target.generate(PROMPTS, policy="plain", max_tokens=20, temperature=0.7)
     hidden = torch.randn(5, 32)
     early, late = target.stack.logits(hidden, 3), target.stack.logits(hidden)
     target.exit_heads = some_heads()
@@ -42,12 +42,12 @@ def test_the_last_layer_never_sees_them(family):
     assert torch.equal(target.stack.logits(hidden, 2), target.stack.early_logits(hidden[None], (2,))[0])
     for policy in (
         {"exit_layer": 1},
-        {"exit_layer": 3, "num_draft_tokens": 5},
+        {"exit_layer": 3, "num_speculative_tokens": 5},
         {"policy": "del"},
         {"policy": "adaptive"},
     ):
-        drafted = target.generate(PROMPTS, max_new_tokens=20, temperature=0.7, **policy)
-        assert [c.tokens for c in drafted] == [c.tokens for c in plain]
+        drafted = target.generate(PROMPTS, max_tokens=20, temperature=0.7, **policy)
+        assert tokens_of(drafted) == tokens_of(plain)
     target.exit_heads = None
     assert torch.equal(target.stack.logits(hidden, 3), early)
 
@@ -97,7 +97,7 @@ def test_what_is_no_file_of_exit_heads_is_refused_in_a_sentence(tmp_path):
 @torch.no_grad()
 def test_compiled_heads_are_the_blocks_of_torch(inner, dtype):
     heads = some_heads(inner=inner)
-    target = Target(build("llama").to(dtype), exit_heads=heads, engine="compiled")
+    target = Target(build("llama").to(dtype), exit_heads=heads, backend="compiled")
     stack, hidden = target.stack, torch.randn(3, 7, 32)
     before = hidden.clone()
     for _ in range(2):
@@ -145,8 +145,8 @@ def test_they_follow_the_model_to_its_number_format_and_stay_when_it_is_opened_a
     target = Target(model, exit_heads=some_heads())
     assert target.exit_heads.heads["1"].down.dtype == torch.bfloat16
     model.to(torch.float64)
-    plain = target.generate(PROMPTS[:1], policy="plain", max_new_tokens=6)
-    assert target.generate(PROMPTS[:1], exit_layer=1, max_new_tokens=6)[0].tokens == plain[0].tokens
+    plain = target.generate(PROMPTS[:1], policy="plain", max_tokens=6)
+    assert target.generate(PROMPTS[:1], exit_layer=1, max_tokens=6)[0].token_ids == plain[0].token_ids
     assert target.exit_heads.heads["1"].down.dtype == torch.float64
 
 

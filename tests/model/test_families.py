@@ -7,8 +7,9 @@ import copy
 import pytest
 import torch
 
+from selfspec import SamplingParams
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
-from tests.helpers import Always, Schedule, audit_cache, decode, generate, make_prompts
+from tests.helpers import Always, Schedule, audit_cache, decode, generate, make_prompts, tokens_of
 from tests.models import FAMILIES, build, rounded
 from tests.slow import KINDS, slow
 from tests.target import Target
@@ -23,8 +24,8 @@ BODIES += [(family, engine) for family in LLAMAS for engine in ("compiled", "com
 def test_a_family_is_split_decoded_and_left_as_it_was(family, engine):
     model = build(family) if engine != "compiled in half the memory" else rounded(build(family))
     before = photograph(model)
-    target = Target(model, engine=engine.split()[0])
-    assert target.engine == engine.split()[0]
+    target = Target(model, backend=engine.split()[0])
+    assert target.backend == engine.split()[0]
     with torch.inference_mode():
         check_layers(target.stack)
         check_taps(target.stack)
@@ -107,17 +108,17 @@ def check_shortlists(stack):
 def check_tokens(target):
     """Any drafts leave greedy and sampled tokens as they are, and a round that fails leaves the target usable."""
     model, prompts = target.model, make_prompts(RAGGED, seed=1)
-    done = decode(target, prompts, Schedule(0, 4), lambda e: audit_cache(e, model), max_new_tokens=12)
-    assert [c.tokens for c in done] == [generate(model, prompt, 12) for prompt in prompts]
+    done = decode(target, prompts, Schedule(0, 4), SamplingParams(max_tokens=12), audit=audit_cache)
+    assert tokens_of(done) == [generate(model, prompt, 12) for prompt in prompts]
 
     def fails(input_ids, scores):
         raise RuntimeError("in the middle of a round")
 
     with pytest.raises(RuntimeError, match="in the middle"):
-        decode(target, prompts, Always(2, 3), max_new_tokens=4, logits_processor=fails)
-    sampled = {"max_new_tokens": 8, "temperature": 1.0, "seed": 3}
-    drafted, plain = (decode(target, prompts, policy, **sampled) for policy in (Schedule(1, 4), "plain"))
-    assert [c.tokens for c in drafted] == [c.tokens for c in plain]
+        decode(target, prompts, Always(2, 3), SamplingParams(max_tokens=4, logits_processors=fails))
+    sampled = SamplingParams(max_tokens=8, temperature=1.0, seed=3)
+    drafted, plain = (decode(target, prompts, policy, sampled) for policy in (Schedule(1, 4), "plain"))
+    assert tokens_of(drafted) == tokens_of(plain)
 
 
 # ------------------------------------------------------------------------------------------------- the user's model

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from selfspec import SamplingParams
 from selfspec.errors import UnsupportedModelError
 from selfspec.model.llama_weights import LLAMA_SHAPED
 from selfspec.model.self_check import TOLERANCE, self_check, split_error
 from selfspec.model.stack import Stack
-from tests.helpers import Schedule, audit_cache, decode, generate, make_prompts
+from tests.helpers import Schedule, audit_cache, decode, generate, make_prompts, tokens_of
 from tests.model.test_families import LLAMAS
 from tests.models import FAMILIES, build
 from tests.target import Target
@@ -29,10 +30,10 @@ def test_scaled_rotary_positions_are_the_models_own(rope, engine):
     extra = {"llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}}
     extra |= {"yarn": {"original_max_position_embeddings": 32}, "linear": {}}
     rope_parameters = {"rope_type": rope, "rope_theta": 10000.0, "factor": 4.0, **extra[rope]}
-    target = Target(build("llama", rope_parameters=rope_parameters), engine=engine)
+    target = Target(build("llama", rope_parameters=rope_parameters), backend=engine)
     prompts = make_prompts([40, 7])
-    done = decode(target, prompts, Schedule(0, 4), lambda e: audit_cache(e, target.model), max_new_tokens=16)
-    assert [c.tokens for c in done] == [generate(target.model, prompt, 16) for prompt in prompts]
+    done = decode(target, prompts, Schedule(0, 4), SamplingParams(max_tokens=16), audit=audit_cache)
+    assert tokens_of(done) == [generate(target.model, prompt, 16) for prompt in prompts]
 
 
 @pytest.mark.parametrize(("window", "engine"), [(3, "compiled"), (64, "compiled"), (2000, "compiled"), (64, "views")])
@@ -43,10 +44,10 @@ def test_windows_and_rotary_angles_by_layer_are_the_models_own(window, engine):
         "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
     }
     shape = {"sliding_window": window, "rope_parameters": angles, "max_position_embeddings": 1200}
-    target, [prompt] = Target(build("gemma3_text", **shape), engine=engine), make_prompts([600])
+    target, [prompt] = Target(build("gemma3_text", **shape), backend=engine), make_prompts([600])
     for length in (20, 600):
-        [done] = decode(target, [prompt[:length]], Schedule(0, 4), max_new_tokens=16)
-        assert done.tokens == generate(target.model, prompt[:length], 16)
+        [done] = decode(target, [prompt[:length]], Schedule(0, 4), SamplingParams(max_tokens=16))
+        assert done.token_ids == generate(target.model, prompt[:length], 16)
 
 
 @pytest.mark.parametrize(
@@ -86,17 +87,18 @@ def test_llama4_attends_within_chunks_much_shorter_than_the_text(chunk, page_siz
     """Judged by the model's own forward over the whole text, token by token."""
     target = Target(build("llama4_text", attention_chunk_size=chunk))
     prompts = make_prompts([3, 26, 9])
-    audit = lambda engine: audit_cache(engine, target.model)  # noqa: E731
-    done = decode(target, prompts, Schedule(1, 4), audit, {"page_size": page_size}, max_new_tokens=20)
+    done = decode(
+        target, prompts, Schedule(1, 4), SamplingParams(max_tokens=20), audit=audit_cache, page_size=page_size
+    )
     for prompt, completion in zip(prompts, done, strict=True):
         text = list(prompt)
-        for token in completion.tokens:
+        for token in completion.token_ids:
             with torch.inference_mode():
                 logits = target.model(torch.tensor([text]), use_cache=False).logits[0, -1]
             assert logits.argmax() == token
             text.append(token)
     wide = Target(build("llama4_text"))
-    assert [c.tokens for c in decode(wide, prompts, "plain", max_new_tokens=20)] != [c.tokens for c in done]
+    assert tokens_of(decode(wide, prompts, "plain", SamplingParams(max_tokens=20))) != [c.token_ids for c in done]
 
 
 # ---------------------------------------------------------------------------------------------------------- refusals
@@ -149,10 +151,10 @@ def test_the_self_check_refuses_a_split_that_raises(monkeypatch):
 def test_other_precisions_pass_the_self_check_and_decode(family, dtype):
     target = Target(build(family).to(dtype))
     assert target.split_error <= TOLERANCE[dtype]
-    [done] = target.generate(make_prompts([5]), exit_layer=2, max_new_tokens=8)
-    assert len(done.tokens) == 8
+    [done] = target.generate(make_prompts([5]), exit_layer=2, max_tokens=8)
+    assert len(done.token_ids) == 8
     if dtype == torch.float64:
-        assert done.tokens == generate(target.model, make_prompts([5])[0], 8)
+        assert done.token_ids == generate(target.model, make_prompts([5])[0], 8)
 
 
 def test_only_plain_models_of_the_llama_shape_are_compiled():
@@ -196,5 +198,5 @@ def test_what_a_llamas_weights_do_not_say_is_left_to_the_views(change):
     model, [prompt] = build("llama"), make_prompts([9])
     change(model)
     target = Target(model)
-    assert target.engine == "views"
-    assert target.generate([prompt], exit_layer=2, max_new_tokens=12)[0].tokens == generate(model, prompt, 12)
+    assert target.backend == "views"
+    assert target.generate([prompt], exit_layer=2, max_tokens=12)[0].token_ids == generate(model, prompt, 12)

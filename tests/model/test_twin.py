@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from selfspec import LLM, SamplingParams, SpeculativeConfig
 from selfspec.errors import UnsupportedModelError
 from selfspec.model.stack import Stack
-from tests.helpers import Schedule, decode, generate, make_prompts
+from tests.helpers import Schedule, decode, generate, make_prompts, tokens_of
 from tests.model.test_families import check_untouched, photograph
 from tests.models import build
 from tests.target import Target
@@ -36,20 +36,20 @@ def test_a_model_in_training_mode_with_dropout_decodes_as_in_evaluation_and_stay
         model.train()
         before = photograph(model)
         target = Target(model)
-        assert [c.tokens for c in decode(target, prompts, Schedule(1, 4), max_new_tokens=10)] == expected
+        assert tokens_of(decode(target, prompts, Schedule(1, 4), SamplingParams(max_tokens=10))) == expected
         check_untouched(before, model)
         assert all(module.training for module in model.modules())
 
 
 def test_weights_are_shared_and_a_change_to_the_model_is_honoured():
     model, prompts = build("llama"), make_prompts(RAGGED)
-    target = Target(model, engine="views")  # those of the compiled engine: test_compiled
-    first = decode(target, prompts, Schedule(0, 4), max_new_tokens=10)
+    target = Target(model, backend="views")  # those of the compiled engine: test_compiled
+    first = decode(target, prompts, Schedule(0, 4), SamplingParams(max_tokens=10))
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.mul_(-1)
-    second = decode(target, prompts, Schedule(0, 4), max_new_tokens=10)
-    assert [c.tokens for c in second] == [generate(model, prompt, 10) for prompt in prompts]
-    assert [c.tokens for c in second] != [c.tokens for c in first]
+    second = decode(target, prompts, Schedule(0, 4), SamplingParams(max_tokens=10))
+    assert tokens_of(second) == [generate(model, prompt, 10) for prompt in prompts]
+    assert tokens_of(second) != tokens_of(first)
 
 
 def test_two_targets_of_one_model_do_not_disturb_each_other():
@@ -91,7 +91,7 @@ def test_a_lora_adapter_and_later_changes_to_it_are_honoured_and_the_base_is_unt
     prompts = make_prompts(RAGGED)
     before = photograph(model)
     target = Target(model)
-    first = [c.tokens for c in decode(target, prompts, Schedule(0, 4), max_new_tokens=12)]
+    first = tokens_of(decode(target, prompts, Schedule(0, 4), SamplingParams(max_tokens=12)))
     check_untouched(before, model)
     assert target.model is model
     assert first == [adapted(model, prompt, 12) for prompt in prompts]
@@ -100,7 +100,7 @@ def test_a_lora_adapter_and_later_changes_to_it_are_honoured_and_the_base_is_unt
         for name, parameter in model.named_parameters():
             if "lora_B" in name:  # as a step of training would
                 parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)) * 0.3)
-    second = [c.tokens for c in decode(target, prompts, Schedule(0, 4), max_new_tokens=12)]
+    second = tokens_of(decode(target, prompts, Schedule(0, 4), SamplingParams(max_tokens=12)))
     assert second == [adapted(model, prompt, 12) for prompt in prompts] != first
     assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters() if name in weights)
 
@@ -109,12 +109,12 @@ def test_a_target_follows_the_models_adapters_switches_and_dtype():
     model = get_peft_model(build("llama"), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
     target, prompt = Target(model), [[5, 6, 7, 8]]
     with_adapter = generate(model, prompt[0], 12)
-    assert target.generate(prompt, max_new_tokens=12)[0].tokens == with_adapter
+    assert target.generate(prompt, max_tokens=12)[0].token_ids == with_adapter
     with model.disable_adapter():
         without = generate(model, prompt[0], 12)
-        assert target.generate(prompt, max_new_tokens=12)[0].tokens == without != with_adapter
-    assert target.generate(prompt, max_new_tokens=12)[0].tokens == with_adapter
+        assert target.generate(prompt, max_tokens=12)[0].token_ids == without != with_adapter
+    assert target.generate(prompt, max_tokens=12)[0].token_ids == with_adapter
     model.merge_adapter()
-    assert target.generate(prompt, max_new_tokens=12)[0].tokens == with_adapter
+    assert target.generate(prompt, max_tokens=12)[0].token_ids == with_adapter
     model.to(torch.float64)
-    assert target.generate(prompt, max_new_tokens=12)[0].tokens == with_adapter
+    assert target.generate(prompt, max_tokens=12)[0].token_ids == with_adapter

@@ -51,16 +51,16 @@ def decode(target: Target, rank: int) -> dict[str, object]:
     dice = Dice(rank)
     told = {
         "plain": target.generate(PROMPTS, policy="plain", **OPTIONS),
-        "fixed": target.generate(PROMPTS, exit_layer=1, num_draft_tokens=3, **OPTIONS),
+        "fixed": target.generate(PROMPTS, exit_layer=1, num_speculative_tokens=3, **OPTIONS),
         "endless": target.generate(PROMPTS, policy=Fixed(1, 3), burst=math.inf, **OPTIONS),
         "dice": target.generate(PROMPTS, policy=dice, **OPTIONS),
-        "adaptive": target.generate(PROMPTS, policy="adaptive", max_batch_size=2, **OPTIONS),
+        "adaptive": target.generate(PROMPTS, policy="adaptive", max_num_seqs=2, **OPTIONS),
         "sampled": target.generate(PROMPTS, exit_layer=2, **OPTIONS, **SAMPLED),
         "responses": [target.generate(PROMPTS, policy="pld", reuse_responses=True, **OPTIONS) for _ in range(2)][1],
         "exact": target.generate(PROMPTS, policy=Dice(rank), exact=True, **OPTIONS),
     }
     again = sum(one.stats.num_accepted_draft_tokens for one in told["responses"])
-    return {name: [one.tokens for one in done] for name, done in told.items()} | {"asked": dice.seen, "again": again}
+    return {name: [one.token_ids for one in done] for name, done in told.items()} | {"asked": dice.seen, "again": again}
 
 
 def refusals(target: Target) -> dict[str, str]:

@@ -44,7 +44,7 @@ def records(tmp_path_factory):
 def test_every_way_to_decode_writes_what_one_process_writes(records, way):
     (first, second), target = records
     options = SAMPLED if way == "sampled" else {}
-    wanted = [one.tokens for one in target.generate(PROMPTS, policy="plain", **OPTIONS, **options)]
+    wanted = [one.token_ids for one in target.generate(PROMPTS, policy="plain", **OPTIONS, **options)]
     assert first[way] == second[way] == wanted
 
 

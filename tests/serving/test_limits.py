@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from selfspec import SamplingParams, SpeculativeConfig
-from selfspec.outputs import CompletionOutput, RequestOutput
+from selfspec.decoding.outputs import CompletionOutput, RequestOutput
 from selfspec.serving.app import create_app
 from selfspec.serving.calls import Call
 from selfspec.serving.config import ServerConfig

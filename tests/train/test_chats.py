@@ -14,6 +14,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.helpers import tokens_of
 from tests.slow import slow
 from tests.target import load
 from train import chats, run
@@ -115,7 +116,7 @@ def test_one_command_writes_chats_trains_and_compares(settings, base, tmp_path, 
     adapted = load(str(base), adapter=tmp_path / "adapter")
     prompts = [[5, 6, 7], [9]]
     tokens = [
-        [c.tokens for c in target.generate(prompts, policy=policy, max_new_tokens=12)]
+        tokens_of(target.generate(prompts, policy=policy, max_tokens=12))
         for target in (plain, adapted)
         for policy in ("plain", "adaptive")
     ]
@@ -189,7 +190,7 @@ def test_a_batch_of_any_lengths_continues_each_prompt_as_alone_and_as_the_engine
     engine = load(str(base))
     for prompt, temperature, seed, tokens in zip(prompts, warm, [3, 4, 5], mixed, strict=True):
         options = {"max_new_tokens": 9, "temperature": temperature, "seed": seed, "generation_config": False}
-        assert engine.generate([prompt], policy="plain", **options)[0].tokens == tokens
+        assert engine.generate([prompt], policy="plain", **options)[0].token_ids == tokens
     end = alone[1][3]
     assert continue_prompts(model, prompts, 9, ends=[end])[1] == alone[1][: alone[1].index(end) + 1]
 

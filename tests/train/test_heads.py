@@ -10,6 +10,7 @@ import yaml
 
 from selfspec.model.draft_vocabulary import Subset
 from selfspec.model.exit_heads import FILE, ExitHeads
+from tests.helpers import tokens_of
 from tests.gguf_files import source_model, write_gguf
 from tests.models import build
 from tests.slow import slow
@@ -79,10 +80,10 @@ def test_trained_heads_agree_more_and_change_no_token(stories_folder, tmp_path, 
         assert torch.equal(before.stack.logits(hidden), after.stack.logits(hidden))
         assert not torch.equal(before.stack.logits(hidden, 3), after.stack.logits(hidden, 3))
     prompts = ["Once upon a time", "The dog was"]
-    plain = before.generate(prompts, policy="plain", max_new_tokens=48)
-    drafts = [t.generate(prompts, exit_layer=3, num_draft_tokens=4, max_new_tokens=48) for t in (before, after)]
+    plain = before.generate(prompts, policy="plain", max_tokens=48)
+    drafts = [t.generate(prompts, exit_layer=3, num_speculative_tokens=4, max_tokens=48) for t in (before, after)]
     for drafted in drafts:
-        assert [c.tokens for c in drafted] == [c.tokens for c in plain]
+        assert tokens_of(drafted) == tokens_of(plain)
     accepted = [sum(c.stats.num_accepted_draft_tokens for c in drafted) for drafted in drafts]
     assert accepted[1] > accepted[0]
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| 3 |"))
@@ -229,8 +230,8 @@ def test_texts_come_from_other_records_than_those_held_out(stories, tmp_path):
     assert len(heads[0]) == 18 and len(heads[1]) == 2 and not heads[0] & heads[1]
     again = gather_texts(stories, config, Written(tmp_path / "anew.jsonl", ""))
     assert again == (train, held_out), "the same texts from the same seed"
-    greedy = stories.generate([train[0].tokens[: train[0].num_prompt]], policy="plain", max_new_tokens=6)
-    assert train[0].tokens[train[0].num_prompt :] == greedy[0].tokens
+    greedy = stories.generate([train[0].tokens[: train[0].num_prompt]], policy="plain", max_tokens=6)
+    assert train[0].tokens[train[0].num_prompt :] == greedy[0].token_ids
 
 
 def test_every_position_is_seen_as_decoding_saw_it(stories):

@@ -97,7 +97,7 @@ def test_the_stored_exit_is_what_selfspec_starts_from(settings, tmp_path):
     settings["run"] |= {"exit_layer": 2, "num_draft_tokens": 3}
     assert run(settings, tmp_path) == 0
     target = load(str(tmp_path / "model"))
-    assert (target.default_exit_layer, target.default_num_draft_tokens) == (2, 3)
+    assert (target.default_exit_layer, target.default_num_speculative_tokens) == (2, 3)
 
 
 @pytest.mark.parametrize("merge", [True, False])

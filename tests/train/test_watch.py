@@ -9,7 +9,7 @@ import torch
 
 from selfspec.calibrate import profile
 from selfspec.model.exit_heads import ExitHeads
-from tests.helpers import make_prompts
+from tests.helpers import make_prompts, tokens_of
 from tests.models import build, tiny
 from tests.target import Target, load
 from train.prior import Watch
@@ -17,8 +17,8 @@ from train.prior import Watch
 
 def watched(target, **options):
     watch = Watch(target.stack.num_layers)
-    done = target.generate(make_prompts((9, 5)), policy=watch, max_new_tokens=20, **options)
-    return watch, [c.tokens for c in done]
+    done = target.generate(make_prompts((9, 5)), policy=watch, max_tokens=20, **options)
+    return watch, tokens_of(done)
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 3}])
@@ -26,7 +26,7 @@ def test_watching_changes_no_token_and_counts_every_layer_at_every_position(opti
     target = tiny("llama")
     watch, tokens = watched(target, **options)
     assert tokens == [
-        c.tokens for c in target.generate(make_prompts((9, 5)), policy="plain", max_new_tokens=20, **options)
+        c.token_ids for c in target.generate(make_prompts((9, 5)), policy="plain", max_tokens=20, **options)
     ]
     assert (watch.tracker.overall.sum((0, 2)) > 0.9 * 40).all()
 
@@ -79,7 +79,7 @@ def test_a_stored_prior_of_other_weights_or_none_at_all_is_passed_over(folder, d
 
 
 def test_the_embedded_model_has_them():
-    assert load("demo").remembered.stored_prior is not None
+    assert load("demo").policies.stored_prior is not None
 
 
 def test_other_exit_heads_are_not_what_the_statistics_are_of(folder):
