@@ -41,7 +41,7 @@ def test_a_corpus_of_code_is_built_told_about_and_drafted_from(run, tmp_path, to
     assert told["verified"] and told["tokenizer"] == vocabulary_of(tokenizer) and told["num_documents"] == 3
     assert told["num_bytes"] == file.stat().st_size
     store = Datastore.open(file, tokenizer)
-    assert store.draft(whole[:200], 8) == Draft(whole[200:208], 16, CORPUS)
+    assert store.continuation(store.find(whole[:200]), 8) == whole[200:208]
     assert set(tmp_path.iterdir()) == {lines, file}
 
 

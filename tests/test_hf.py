@@ -23,9 +23,9 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from selfspec.loading import target
 from selfspec.control.plan import Plan, Policy
 from selfspec.hf import SelfSpeculative
+from selfspec.loading import target
 from tests.model.test_families import check_untouched, photograph
 from tests.models import EOS, build
 from tests.tokenizers import word_tokenizer
@@ -89,11 +89,11 @@ def first_new(model, inputs, at, row=0, **options):
 
 
 @pytest.mark.parametrize(
-    ("family", "exit_layer", "num_draft_tokens"),
+    ("family", "exit_layer", "num_tokens"),
     [("llama", 1, 3), ("qwen3", 2, 5), ("mistral", 3, 1), ("mistral", None, None)],
 )
-def test_greedy_output_equals_generate(models, family, exit_layer, num_draft_tokens):
-    model, spec = models[family], SelfSpeculative(exit_layer, num_draft_tokens)
+def test_greedy_output_equals_generate(models, family, exit_layer, num_tokens):
+    model, spec = models[family], SelfSpeculative(exit_layer, num_tokens)
     check(model, batch(), spec)
     check(model, batch(), spec, eos_token_id=None)
     check(model, {"input_ids": batch((10,))["input_ids"]}, spec)
@@ -101,7 +101,7 @@ def test_greedy_output_equals_generate(models, family, exit_layer, num_draft_tok
     assert len(spec.completions) == 2
     if exit_layer is not None:  # without one the default policy decides by measured time, and may well stay plain
         assert spec.stats.num_draft_tokens > 0
-    assert spec.stats.num_generated_tokens == sum(len(c.token_ids) for c in spec.completions)
+    assert spec.stats.num_generated_tokens == sum(len(c.completion_token_ids) for c in spec.completions)
 
 
 def test_padding_is_told_from_content(model):
@@ -121,9 +121,9 @@ def test_rows_end_at_different_steps_and_are_padded(model):
     eos = [first_new(model, inputs, at, row) for at, row in ((1, 0), (6, 1))]
     check(model, inputs, SelfSpeculative(3, 5), eos_token_id=eos[1])
     got, spec = check(model, inputs, SelfSpeculative(3, 5), eos_token_id=eos)
-    lengths = {len(c.token_ids) for c in spec.completions}
+    lengths = {len(c.completion_token_ids) for c in spec.completions}
     assert len(lengths) > 1 and (got[:, -1] == PAD).any()
-    assert {c.finish_reason for c in spec.completions} >= {"eos"}
+    assert {c.finish_reason for c in spec.completions} >= {"stop"}
     check(model, inputs, SelfSpeculative(3, 5), eos_token_id=eos, pad_token_id=None)  # the first of them then pads
 
 
@@ -286,7 +286,7 @@ class Uneven(Policy):
     """Drafts far in some rows and not at all in others, so that rows are at very different steps."""
 
     def plan(self, rows):
-        return Plan(3, tuple(min(row.room - 1, (0, 6, 1, 3)[row.request_id]) for row in rows))
+        return Plan(3, tuple(min(row.num_remaining - 1, (0, 6, 1, 3)[row.seq_id]) for row in rows))
 
 
 def test_time_limit_ends_every_row(llama):
@@ -372,7 +372,7 @@ def test_dictionary_outputs_equal_generates(model):
         ours, theirs = getattr(got, name), getattr(wanted, name)
         assert isinstance(ours, tuple) and [t.shape for t in ours] == [t.shape for t in theirs]
         for row, completion in enumerate(spec.completions):
-            n = len(completion.token_ids)
+            n = len(completion.completion_token_ids)
             torch.testing.assert_close(torch.stack(ours)[:n, row], torch.stack(theirs)[:n, row], rtol=1e-4, atol=1e-4)
             assert not torch.stack(ours)[n:, row].any()
     assert not ours[0].is_inference()
@@ -396,15 +396,15 @@ def drafted(spec):
 
 def test_a_call_wins_over_the_object_and_the_object_over_the_stored(llama):
     inputs = batch((6,))
-    stored = GenerationConfig(exit_layer=7, num_draft_tokens=2, max_new_tokens=13, pad_token_id=PAD)
+    stored = GenerationConfig(exit_layer=7, num_speculative_tokens=2, max_new_tokens=13, pad_token_id=PAD)
     spec = SelfSpeculative(2)
     llama.generate(**inputs, generation_config=stored, custom_generate=spec)
     assert max(drafted(spec)) == 2
-    llama.generate(**inputs, custom_generate=spec, num_draft_tokens=5, max_new_tokens=13, eos_token_id=None)
+    llama.generate(**inputs, custom_generate=spec, num_speculative_tokens=5, max_new_tokens=13, eos_token_id=None)
     assert max(drafted(spec)) == 5
     llama.generate(**inputs, custom_generate=spec, max_new_tokens=13, eos_token_id=None)
     assert max(drafted(spec)) == 4
-    llama.generate(**inputs, custom_generate=spec, max_new_tokens=3, num_draft_tokens=0)
+    llama.generate(**inputs, custom_generate=spec, max_new_tokens=3, num_speculative_tokens=0)
     assert drafted(spec) == set()
     with pytest.raises(ValueError, match=r"exit_layer must lie in 1..3 for this model, got 7"):
         llama.generate(**inputs, generation_config=stored, custom_generate=SelfSpeculative(policy="fixed"))

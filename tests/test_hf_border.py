@@ -17,6 +17,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TextIteratorStreamer
 
+from selfspec import SamplingParams
 from selfspec.errors import UnsupportedModelError
 from selfspec.hf import SelfSpeculative
 from tests.models import EOS, build
@@ -217,7 +218,7 @@ def test_a_replaced_preparation_of_inputs_is_refused(llama):
 def test_autocast_is_refused_by_name_on_every_path(llama):
     target, spec, ids = load(llama), SelfSpeculative(2, 3), batch((9,))["input_ids"]
     wanted = ours(llama, spec)
-    stream = target.stream(ids, max_tokens=NEW)
+    stream = target.llm().stream(ids, SamplingParams(max_tokens=NEW))
     with torch.autocast("cpu", torch.bfloat16):
         for call in (
             lambda: ours(llama),

@@ -11,10 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from selfspec.control.plan import NUM_MATCH_BINS, match_bin
-from selfspec.control.rows import Tally
-from selfspec.drafting.compiled_index import CompiledIndex
-from selfspec.drafting.ngram_index import Index
 from selfspec.core import Draft
+from selfspec.drafting.compiled_index import CompiledIndex
+from selfspec.drafting.ngram_index import Index, Tally
 from selfspec.drafting.prompt_lookup import Lookup
 from selfspec.kernels import compiled_call
 from selfspec.kernels.compiled_call import functions

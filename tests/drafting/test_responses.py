@@ -152,8 +152,8 @@ def test_the_longest_match_drafts_and_the_own_text_leads_by_three_tokens():
         ([6, 9, 2, 3, 4, 5, 6], 9, CORPUS),
     ):
         lookup = RowLookup(content, [responses, Corpus(corpus)])
-        guess = lookup.guess(2)
-        assert (lookup.source, guess.source, guess.match) == (source, source, lookup.match)
+        guess = lookup.draft(2)
+        assert (lookup.source, guess.source, guess.match_length) == (source, source, lookup.match)
 
 
 @pytest.mark.parametrize("problem", [KeyboardInterrupt, MemoryError])
