@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from selfspec.calibrate import measure as measure_module
 from selfspec.cli import calibrate as command
 from selfspec.cli import talk
 from selfspec.cli.talk import Talk
-from selfspec.control.costs import Table
+from selfspec.control.cost_table import Table
 from selfspec.control.costs import Costs
 from tests import cli_fixtures
 from tests.cli_fixtures import Terminal, assert_refused
@@ -102,6 +104,10 @@ def test_a_long_wait_is_told_and_on_a_terminal_taken_back(calibrate, monkeypatch
     assert said.rstrip().endswith(("\x1b[2K", "\x1b[?25h")), "the line is taken back"
 
 
+def test_the_demo_can_be_calibrated(run):
+    assert run("calibrate", "demo", "--batch-sizes", "1", "--quiet").code == 0
+
+
 # ------------------------------------------------------------------------------------------------------------ errors
 
 
@@ -139,6 +145,15 @@ def test_where_nothing_can_be_saved_the_tables_still_come(calibrate, monkeypatch
     assert len(notice) == 1 and notice[0].startswith("selfspec: nothing can be kept in ")
     assert calibrate("--batch-sizes", "1", "--quiet").err == ""
     assert json.loads(calibrate("--json", "--batch-sizes", "1").out)["file"] is None
+
+
+def test_help_begins_with_an_example_and_needs_no_torch():
+    code = "import sys; from selfspec.cli import main; main(['calibrate', '--help']); assert 'torch' not in sys.modules"
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    text = done.stdout.decode()
+    assert text.index("selfspec calibrate demo --plan") < text.index("--batch-sizes")
 
 
 # ----------------------------------------------------------------------------------------------------------- notices

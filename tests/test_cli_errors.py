@@ -7,8 +7,6 @@ import json
 import pytest
 from safetensors.torch import load_file, save_file
 
-from selfspec.cli.failure import Failure
-from selfspec.cli.prompts import parse_lines
 from selfspec.model.exit_heads import ExitHeads
 from tests import cli_fixtures
 from tests.cli_fixtures import assert_refused, save_model
@@ -41,6 +39,10 @@ copy_of, run = cli_fixtures.copy_of, cli_fixtures.run
         (["--drafters", ""], ["--drafters", "exit,copies,lookup,tree"]),
         (["--drafters", "tree"], ["--drafters", "only says how others draft", "exit or lookup"]),
         (["--drafters", "copies,tree"], ["--drafters copies,tree", "exit or lookup"]),
+        (
+            ["--drafters", "exit,recycle,cascade"],
+            ["--drafters", "exit,copies,lookup,tree", "(removed: recycle, cascade)"],
+        ),
         (["--drafters", "lookup", "--policy", "pld"], ["--drafters", "adaptive", "pld"]),
         (["--drafters", "lookup", "--exit-layer", "2"], ["--drafters", "adaptive", "fixed"]),
         (["--corpus", "no.store"], ["--corpus", "no.store is no file", "selfspec corpus build"]),
@@ -146,17 +148,6 @@ def test_a_file_without_prompts_is_refused(run, tmp_path):
     assert_refused(run("generate", "--prompts", tmp_path / "empty.jsonl"), 2, "holds no prompt")
 
 
-def test_a_byte_order_mark_and_windows_line_ends_are_read_over():
-    made = parse_lines("prompts.jsonl", b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}\r\n')
-    assert [prompt.text for prompt in made] == ["a", "b"]
-
-
-def test_json_nested_without_end_is_refused_with_its_line():
-    deep = b'{"prompt": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"
-    with pytest.raises(Failure, match=r"^prompts\.jsonl, line 2: not valid JSON"):
-        parse_lines("prompts.jsonl", b'{"prompt": "a"}\n' + deep)
-
-
 # -------------------------------------------------------------------------------------------------------- models
 
 
@@ -222,6 +213,13 @@ def test_an_unknown_architecture_is_refused(refuse, copy_of, kind, words):
     config = json.loads((copy_of / "config.json").read_text(encoding="utf-8"))
     (copy_of / "config.json").write_text(json.dumps(config | {"model_type": kind}), encoding="utf-8")
     refuse(copy_of, *words)
+
+
+def test_an_unsupported_family_is_refused(refuse, tmp_path):
+    from transformers import MambaConfig, MambaForCausalLM
+
+    MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2)).save_pretrained(tmp_path)
+    refuse(tmp_path, "mamba", "rolled back", commands=["generate"])
 
 
 def test_exit_heads_that_are_missing_broken_or_of_another_model_are_named(run, model_folder, tmp_path):

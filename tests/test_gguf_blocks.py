@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from selfspec import SamplingParams
 from selfspec.loading import gguf_file, gguf_index
 from selfspec.model import mapped_file
 from selfspec.model.fingerprint import weights_of

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 import selfspec
-from selfspec.loading import hub
 from selfspec.calibrate import profile
 from selfspec.control.acceptance import Tracker
+from selfspec.loading import hub
 from selfspec.model.exit_heads import FILE as EXIT_HEADS
 from selfspec.model.exit_heads import ExitHeads
 from tests import cli_fixtures

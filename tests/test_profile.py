@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from selfspec.calibrate import profile
-from selfspec.control.costs import Table
-from selfspec.control.costs import Costs
+from selfspec.control.costs import Costs, Table
 from tests.models import build, tiny
 from tests.target import Target
 

@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import selfspec
-from selfspec import SamplingParams
 from selfspec.loading import hub
 from selfspec.model.kv_cache import PackedRows, Span
 

@@ -12,12 +12,11 @@ import torch
 
 from selfspec.control.plan import Policy
 from selfspec.core import Plan, Request, RoundOutput, RowRound, SamplingParams, Sequence, StageSeconds
-from selfspec.decoding.checked import CheckedPolicy
+from selfspec.decoding.checks import CheckedPolicy
 from selfspec.decoding.defaults import GenerationDefaults, Prompt
 from selfspec.decoding.outputs import RequestOutput, RequestOutputs
 from selfspec.decoding.prefix_cache import PrefixCache
-from selfspec.decoding.prompt_chunks import chunks_for
-from selfspec.decoding.scheduler import Scheduler
+from selfspec.decoding.scheduler import Scheduler, chunks_for
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.responses import Responses
 from selfspec.errors import is_number, whole

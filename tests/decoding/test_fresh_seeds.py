@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.cuda.test_runner import RECORDINGS, check_recorded
 from tests.decoding.test_greedy import SCHEDULES, check_any_batch
 from tests.decoding.test_sampling import SAMPLINGS, check_any_sampling
 from tests.models import FAMILIES, build
@@ -64,10 +63,3 @@ def target_of(family, engine):
 @given(**SAMPLINGS)
 def test_any_speculation_samples_the_tokens_of_plain_decoding(family, engine, **case):
     check_any_sampling(target_of(family, engine), **case)
-
-
-@pytest.mark.slow
-@settings(FRESH, max_examples=25)
-@given(**RECORDINGS)
-def test_recorded_rounds_give_the_tokens_of_eager_ones(**case):
-    check_recorded(build("llama").double(), **case)

@@ -15,8 +15,14 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from selfspec.executors.pick import Sampling, filtered, pick
+from selfspec.executors.pick import Sampling
 from selfspec.kernels.gumbel import gumbel
+from selfspec.kernels.pick import filtered, scored
+
+
+def pick(logits, samplings, positions):
+    return scored(logits, samplings, positions).argmax(-1)
+
 
 GRID = list(itertools.product([0.5, 1.0, 1.7], [0, 1, 7], [1.0, 0.9, 0.3], [0.0, 0.1, 1.0]))
 

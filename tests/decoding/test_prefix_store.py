@@ -48,7 +48,7 @@ def test_a_second_question_about_a_document_reads_only_the_question(llm):
 def test_the_default_is_where_bits_are_the_same(llm):
     views = LLM(build("llama"), backend="views")
     assert llm.prefix_cache and not views.prefix_cache
-    assert LLM(build("llama"), backend="views", exact=True).prefix_cache
+    assert LLM(build("llama"), backend="compiled", exact=True).prefix_cache
     assert asked(views, [DOCUMENT])[1] == asked(views, [DOCUMENT])[1] == [0]
     shared = LLM(build("llama"), backend="views", prefix_cache=True)
     assert asked(shared, [DOCUMENT])[1] == [0]
@@ -56,7 +56,7 @@ def test_the_default_is_where_bits_are_the_same(llm):
 
 
 def test_exact_calls_find_what_exact_calls_left():
-    llm = LLM(build("llama").to(torch.bfloat16), backend="views", exact=True)
+    llm = LLM(build("llama").to(torch.bfloat16), backend="compiled", exact=True)
     wanted = asked(llm, [DOCUMENT])[0]
     assert asked(llm, [DOCUMENT]) == (wanted, [89])
 

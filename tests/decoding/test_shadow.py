@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from selfspec.executors.cpu.shadow import MAX_SINGLE_THREAD, can_compute_shadow
 from selfspec.executors.penalties import Penalty
-from selfspec.executors.pick import Sampling, pick, pick_surely
+from selfspec.executors.pick import Sampling
 from selfspec.executors.picker import Picker
 from selfspec.executors.shadow import in_one_call, over_shortlist, shadow_picks
+from selfspec.kernels.pick import best_of, scored
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.shortlist import NUM_TOP
 from tests.decoding.test_penalties import by_hand
@@ -45,11 +46,12 @@ def picks_of_every_layer(target, prompt, output, sampling):
     rows = PackedRows(PagedCache(1, count), [Span([0], 0, count)])
     last = target.stack.run(rows, 0, target.stack.num_layers, torch.tensor(content), taps)
     positions = torch.arange(1, count + 1)
-    own = pick(penalized(target.stack.logits(last)), [sampling] * count, positions)
+    own = scored(penalized(target.stack.logits(last)), [sampling] * count, positions).argmax(-1)
     made = {}
     for layer in layers:
-        picks, sure = pick_surely(penalized(target.stack.logits(taps[layer], layer)), [sampling] * count, positions)
-        made[layer] = picks == own, sure
+        logits = penalized(target.stack.logits(taps[layer], layer))
+        picks, confidences = best_of(scored(logits, [sampling] * count, positions))
+        made[layer] = picks == own, confidences
     return made
 
 

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.prefix_cache import PrefixCache
 from selfspec.executors.prefill import shares
+from tests.cuda.standin import EXACT, with_runner
 from tests.decoding.prefixes import audit_shared, family, finished, request
 from tests.executors.engines import EXECUTORS, PAGE, RECORDED, Programs, alone, engine_of
 from tests.helpers import Always, ShortBlocks, audit_cache, make_prompts
@@ -193,11 +194,11 @@ def test_compiled_layers_find_the_bits_that_they_would_write():
         assert all(torch.equal(one, other) for one, other in zip(done.logits, plain.logits, strict=True))
 
 
-@pytest.mark.parametrize("page_size", [16, 5, 32])
+@pytest.mark.parametrize("page_size", [16, slow(5), slow(32)])
 def test_exact_mode_finds_the_bits_that_it_would_write(page_size):
     """Of prompts, whole tiles are computed in other shapes than the rest, and than outputs."""
-    target = ShortBlocks(build("llama").to(torch.bfloat16), engine="views")
-    options = {"max_batch_size": 2, "max_cached_tokens": 640, "page_size": page_size, "exact": True}
+    target = with_runner(ShortBlocks(build("llama").bfloat16(), engine="views"), kernels=EXACT, packing="copy")
+    options = {"max_batch_size": 2, "max_cached_tokens": 256, "page_size": page_size, "exact": True}
     engine = Engine(target, policy=Programs(4), prefix_cache=True, prefill_chunk=21, **options)
     texts, found = [system(20)], 0
     for turn in range(5):

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from selfspec.control.acceptance import likely_seconds
 from selfspec.control.plan import NUM_BINS, Plan, SecondChoices
-from selfspec.executors.pick import second_choices
 from selfspec.executors.verdict import walk
+from selfspec.kernels.pick import alternatives
 from selfspec.model.attention import Reach, attend_rows
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span, Tree
 from tests.decoding.test_greedy import check_ends_at_eos
 from tests.decoding.test_processors import PROCESSORS
-from tests.helpers import Schedule, ShortBlocks, audit_cache, decode, generate, make_prompts
+from tests.helpers import Schedule, audit_cache, decode, generate, make_prompts
 from tests.models import FAMILIES, build, tiny
 from tests.slow import of_each_kind
 from tests.target import Target
@@ -87,15 +87,9 @@ def test_second_choices_change_no_token_of_a_compiled_body(family):
     check_seconds(family, audit=False, target=compiled(family), temperature=[0.7, 1.0, 1.3], seed=[1, 2, 3])
 
 
-def exact_target(dtype, engine):
-    kind = ShortBlocks if engine == "views" else Target
-    return kind(build("llama").to(dtype), engine=engine)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("engine", ["views", "compiled"])
-def test_second_choices_are_exact_bit_for_bit_in_exact_mode(dtype, engine):
-    target, prompts = exact_target(dtype, engine), make_prompts(RAGGED, seed=1)
+def test_second_choices_are_exact_bit_for_bit_in_exact_mode(dtype):
+    target, prompts = Target(build("llama").to(dtype), engine="compiled"), make_prompts(RAGGED, seed=1)
     options = {"max_new_tokens": 16, "keep_logits": True, "temperature": [0.8, 1.0, 1.2], "seed": [1, 2, 3]}
     exact = {"exact": True, "max_cached_tokens": 512}
     expected = decode(target, prompts, "plain", None, exact, **options)
@@ -198,4 +192,4 @@ def test_the_likeliest_second_choices_are_drafted(confidences, right, least, mos
 
 def test_second_choices_are_the_next_best():
     scores = torch.tensor([[0.1, 3.0, 2.0], [5.0, 5.0, 1.0]])
-    assert second_choices(scores, scores.argmax(-1)).tolist() == [2, 1]
+    assert alternatives(scores, scores.argmax(-1)).tolist() == [2, 1]

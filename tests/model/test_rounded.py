@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from selfspec import SamplingParams
 from selfspec.control.published.layerskip import Fixed
 from selfspec.executors.cpu.four_bit import PackedInt4
-from selfspec.kernels.room import LargePageAllocator
+from selfspec.kernels.large_pages import LargePageAllocator
 from tests.helpers import Adversary, generate, make_prompts, run, tokens_of
 from tests.model.test_packed import multiply, weights
 from tests.models import build
