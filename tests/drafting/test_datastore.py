@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from selfspec.control.plan import CORPUS
 from selfspec.core import Draft
 from selfspec.drafting import suffixes
-from selfspec.drafting.compiled_index import draft, find
 from selfspec.drafting.datastore import MOST_PLACES, Datastore
 from selfspec.drafting.datastore_build import build
 from selfspec.drafting.datastore_file import DEPTH, FORMAT, MAGIC, PAGE, verify
+from selfspec.drafting.ngram_index import draft, find
 from selfspec.errors import DatastoreError
 from selfspec.kernels.compiled_call import functions
 from selfspec.model.fingerprint import vocabulary_of

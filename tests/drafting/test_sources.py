@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from selfspec.control.plan import CORPUS, OWN_TEXT, lookup_bin
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.datastore_build import build
+from selfspec.drafting.lookup import OWN_LEAD, RowLookup
 from selfspec.drafting.ngram_index import MOST_MATCHED
 from selfspec.drafting.responses import Responses
-from selfspec.drafting.row_lookup import OWN_LEAD, RowLookup
 from selfspec.kernels.compiled_call import functions
 from tests.drafting.test_lookup import naive, naive_tally
 

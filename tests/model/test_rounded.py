@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from selfspec import SamplingParams
 from selfspec.control.published.layerskip import Fixed
-from selfspec.executors.cpu.four_bit import PackedInt4
+from selfspec.executors.cpu.packed import PackedInt4
 from selfspec.kernels.large_pages import LargePageAllocator
 from tests.helpers import Adversary, generate, make_prompts, run, tokens_of
 from tests.model.test_packed import multiply, weights
