@@ -314,6 +314,7 @@ def test_a_step_that_raises_loses_no_output(model):
     engine.add_request("a", PROMPTS[0], params)  # the name is free again
 
 
+@pytest.mark.slow  # a process imports torch
 def test_a_stream_may_be_left_open_when_the_program_ends():
     code = (
         "import selfspec; s = selfspec.LLM('demo', backend='views').stream('def f(', sampling); print(next(s).finished)"
