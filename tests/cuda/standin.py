@@ -26,7 +26,7 @@ def with_runner(target, budget=1 << 40, max_rows=8, num_bytes=None, kernels=REFE
 
     `packing`: how fused layers, which the recordings then run, have their weights; None: they run the views.
     """
-    if target.engine == "compiled":  # it reads rows where no recording has them: on the host
+    if target.backend == "compiled":  # it reads rows where no recording has them: on the host
         target.stack.compiled = None
     tape = Tape(num_bytes)
     runner = target.stack.runner = Runner(target.stack, tape.kernels(kernels), tape, budget, max_rows)
