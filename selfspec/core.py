@@ -435,8 +435,8 @@ class RowRound:
 
     @property
     def num_judged(self) -> int:
-        """Judged drafted tokens: the accepted ones, and the first rejected one."""
-        return min(self.num_accepted + 1, self.num_drafted)
+        """Judged tokens of the draft without its branches: the accepted ones, and the first rejected one."""
+        return min(self.num_chain_accepted + 1, self.num_drafted)
 
 
 @dataclass(slots=True)
