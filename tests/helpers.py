@@ -117,7 +117,7 @@ class Adversary(Schedule):
         self.dice, self.layers = random.Random(seed), range(1, num_layers)
         self.most_rounds, self.eager, self.copies = most_rounds, eager, copies
         self.seeds: list[tuple[Sequence, Any]] = []  # (sequence, shadow picks) of every probe of a prompt
-        self.shadows: list[tuple[RowRound, bool]] = []  # rows with shadow picks, and whether the probe was exact
+        self.shadows: list[tuple[RowRound, int, bool]] = []  # with shadow picks, from which position, whether exact
         self.planned: list[Sequence] = []
 
     def seed_layers(self, row: Sequence) -> tuple[int, ...]:
@@ -187,7 +187,7 @@ class Adversary(Schedule):
             assert row.shadow.layers == plan.shadow.layers and i in plan.shadow.rows
             assert len(columns) == 1 and max(columns) <= plan.shadow.max_columns
             assert min(columns) >= min(row.num_chain_accepted + 1, plan.shadow.max_columns)
-            self.shadows.append((row, plan.shadow.exact))
+            self.shadows.append((row, row.sequence.num_tokens - len(row.token_ids), plan.shadow.exact))
 
 
 # ------------------------------------------------------------------------------------------------------------- judges

@@ -81,7 +81,7 @@ def test_rows_with_and_without_processors_share_a_batch_and_only_others_are_prob
     policies = [Schedule(0, 4), *(Adversary(seed, 4) for seed in range(2))]
     for policy in policies:
         assert tokens_of(decode(target, prompts, policy, [params(own) for own in made])) == expected
-    probed = {row.seq_id for policy in policies[1:] for row, _ in policy.shadows}
+    probed = {row.seq_id for policy in policies[1:] for row, *_ in policy.shadows}
     assert probed == {1, 3} and {row.seq_id for policy in policies[1:] for row, _ in policy.seeds} <= probed
 
 
