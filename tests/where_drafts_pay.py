@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from selfspec.control.cost_table import Table
-from selfspec.control.costs import Costs
+from selfspec.control.costs import Costs, Table
 
 
 def where_drafts_pay(num_layers: int = 4) -> Costs:

@@ -108,7 +108,8 @@ class EagerExecutor(Executor):
             DraftRow(row.pages, len(row.token_ids) - 1, n) for row, n in zip(rows, plan.draft_lengths, strict=True)
         ]
         chooser = DraftPicker(self.stack, self.picker, rows, plan, seconds, penalties)
-        branches = None if plan.alternatives is None else chooser.branches
+        has_branches = plan.alternatives is not None and self.stack.compiled is None  # compiled layers have no trees
+        branches = chooser.branches if has_branches else None
         exit_layer = plan.exit_layer or 0
         return draft_by_exit(self.stack, self.cache, starts, last, exit_layer, chooser, tapped, branches), chooser
 

@@ -146,7 +146,7 @@ def test_stopped_text_is_the_text_before_the_first_stop_string_for_any_blocks(ki
         assert made.found is None
 
 
-# ------------------------------------------------------------------------------------------------- text that is read later
+# --------------------------------------------------------------------------------------------- text that is read later
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)

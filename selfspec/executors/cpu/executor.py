@@ -32,8 +32,8 @@ from selfspec.model.stack import Stack
 class CpuExecutor(Executor):
     """Runs plans by compiled code; it serves stacks whose layers are compiled. Picks equal the eager executor's.
 
-    One call runs a whole program, up to the number of rounds that its buffers hold. Rounds with a probe and rounds that
-    keep logits take one call each.
+    A plan's alternatives are left out. One call runs a whole plan, up to the number of rounds that its buffers hold.
+    Rounds with a probe and rounds that keep logits take one call each.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class CpuExecutor(Executor):
 
     def serves(self, rows: list[Sequence], plan: Plan) -> bool:
         """Whether the plan can run in compiled code; see `Executor.serves`."""
-        if self._rounds is None or plan.keep_divergence or plan.alternatives or any(row.has_processors for row in rows):
+        if self._rounds is None or plan.keep_divergence or any(row.has_processors for row in rows):
             return False
         if any(_may_ban_all_tokens(row, self.stack.vocab_size) for row in rows):
             return False
