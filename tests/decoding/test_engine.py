@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from selfspec.control.fixed import Fixed
+from selfspec.control.published.layerskip import Fixed
 from selfspec.core import SamplingParams
 from selfspec.decoding.engine import LLMEngine
 from selfspec.errors import CacheFullError

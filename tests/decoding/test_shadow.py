@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selfspec.core import SamplingParams
-from selfspec.executors.cpu.shadow import MAX_SINGLE_THREAD, can_compute_shadow
+from selfspec.executors.cpu.shadow import MAX_SINGLE_THREAD
 from selfspec.executors.penalties import Penalty
-from selfspec.executors.picker import Picker
-from selfspec.executors.shadow import in_one_call, over_shortlist, shadow_picks
+from selfspec.executors.picker import Picker, packed_params
+from selfspec.executors.shadow import over_shortlist, shadow_picks
 from selfspec.loading.target import Target
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.shortlist import NUM_TOP
@@ -119,6 +119,14 @@ def some_penalty(ways, vocab, source):
     return Penalty(repetition, seen < 0.3, bias) if bool((repetition != 1).any()) else None
 
 
+def in_one_call(stack, layers, hidden, params, positions, logits, picks, penalty=None):
+    through, num_likely = stack.through_heads(hidden, layers), min(NUM_TOP, logits.shape[1]) - 1
+    sampling = packed_params(params)
+    return stack.compiled.shadow_picks(
+        through, sampling, positions, logits, picks, num_likely, stack.others, penalty
+    )
+
+
 def probed(stack, num_layers, ways, seed, spoil=None):
     """What a compiled call and torch's operations say of the same layers: (hits, sure) of each."""
     source = torch.Generator().manual_seed(seed)
@@ -132,8 +140,7 @@ def probed(stack, num_layers, ways, seed, spoil=None):
     if spoil is not None:
         hidden[0, 0, 3] = logits[0, 5] = spoil
     given = stack, range(1, 1 + num_layers), hidden, ways, positions, logits, judged, penalty
-    assert can_compute_shadow(stack.compiled)
-    return in_one_call(stack, stack.compiled, *given[1:]), over_shortlist(stack, picker, *given[1:])
+    return in_one_call(*given), over_shortlist(*given)
 
 
 @given(
@@ -148,7 +155,7 @@ def probed(stack, num_layers, ways, seed, spoil=None):
     seed=st.integers(0, 99),
 )
 @torch.inference_mode()
-def test_looks_in_one_compiled_call_are_those_of_torchs_operations(name, num_layers, ways, alone, seed):
+def test_probes_in_one_compiled_call_are_those_of_torchs_operations(name, num_layers, ways, alone, seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("selfspec.executors.cpu.shadow.MAX_SINGLE_THREAD", alone)
         patch.setattr(torch, "get_num_threads", lambda: 2)
@@ -167,7 +174,7 @@ def test_what_is_no_number_spoils_no_more_than_its_own_layer(spoil):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @torch.inference_mode()
-def test_looks_are_the_same_whatever_torch_makes_by_default(dtype):
+def test_probes_are_the_same_whatever_torch_makes_by_default(dtype):
     stack = compiled("large")
     Picker(stack)
     torch.set_default_dtype(dtype)
@@ -187,22 +194,22 @@ def test_a_head_that_was_put_elsewhere_in_memory_is_followed():
     logits = stack.logits(torch.randn(4, 32))
     wanted = shadow_picks(*given, logits, logits.argmax(-1))
     model.lm_head.weight.data = model.lm_head.weight.data.t().contiguous().t()
-    assert not can_compute_shadow(stack.compiled)
+    assert in_one_call(stack, *given[2:], logits, logits.argmax(-1)) is None
     found = shadow_picks(*given, logits, logits.argmax(-1))
     np.testing.assert_allclose(found.confidences, wanted.confidences, atol=1e-4)
     assert (found.hits == wanted.hits).all()
 
 
-def test_looks_with_exit_heads_go_through_them_in_a_compiled_call_too():
+def test_probes_with_exit_heads_go_through_them_in_a_compiled_call_too():
     stack = compiled("large")
     hidden, last = torch.randn(2, 5, 96), torch.randn(5, 96)
     logits = stack.logits(last)
     given = (1, 2), hidden, [GREEDY] * 5, range(5), logits, logits.argmax(-1)
-    plain = in_one_call(stack, stack.compiled, *given)[1]
+    plain = in_one_call(stack, *given)[1]
     stack.exit_heads = some_heads((1, 2), width=96)
     try:
-        hits, sure = in_one_call(stack, stack.compiled, *given)
-        wanted, wanted_sure = over_shortlist(stack, Picker(stack), *given)
+        hits, sure = in_one_call(stack, *given)
+        wanted, wanted_sure = over_shortlist(stack, *given)
     finally:
         stack.exit_heads = None
     torch.testing.assert_close(sure, wanted_sure, atol=1e-4, rtol=0)
