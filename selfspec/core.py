@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # for annotations alone
     from selfspec.decoding.stats import SpecStats
     from selfspec.decoding.stopping import Stopper, TextDelta
     from selfspec.drafting.datastore import Datastore
-    from selfspec.drafting.row_lookup import RowLookup
+    from selfspec.drafting.lookup import RowLookup
     from selfspec.executors.logprobs import TokenLogprobs
     from selfspec.learn import Learner
 
@@ -124,7 +124,8 @@ class SamplingParams:
             raise ValueError(f"seed must be a 64-bit integer, got {self.seed}")
         flag("speculative", self.speculative)
         flag("ignore_eos", self.ignore_eos)
-        for text in self.stops:
+        texts: Any = self.stops
+        for text in texts:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop must hold non-empty texts, {got(text)}")
         ends: Any = () if self.stop_token_ids is None else self.stop_token_ids

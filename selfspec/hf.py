@@ -45,7 +45,7 @@ class SelfSpeculative:
             drafts up too; `Datastore.open(file, tokenizer)` also checks that it belongs to the tokenizer.
         streamer: belongs here, since `generate(streamer=...)` never hands it on. It gets the prompt, then each block
             of kept tokens (of several rows, each complete column), and always its end.
-        exact: run every call in constant shapes, so that not even a rounding depends on how tokens were drafted.
+        exact: not even a rounding depends on how tokens were drafted. It needs compiled layers, or fused ones on CUDA.
         stop_strings: texts that end a row once it holds one of them; they and the `tokenizer` belong here, since
             `generate(stop_strings=..., tokenizer=...)` keeps the tokenizer from a callable and then asks for it.
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import selfspec
-from selfspec.control.fixed import PromptLookup
+from selfspec.control.published.prompt_lookup import PromptLookup
 from selfspec.decoding.engine import Engine
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.datastore_build import build as build_datastore

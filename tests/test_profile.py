@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval.models import Endless
 from selfspec.calibrate import profile
 from selfspec.control.cost_table import Table
 from selfspec.control.costs import Costs
@@ -424,11 +423,6 @@ def test_costs_are_dropped_when_the_model_changes(cache, fake):
     target.model.double()
     target.generate([[5, 6]], max_new_tokens=2, policy="plain")
     assert target.costs() is not before and len(fake) == 2
-
-
-def test_costs_are_a_target_s_own_state(cache, fake):
-    target = Target(build("llama"))
-    assert Endless(target).costs() == target.costs() and fake == [(1,)]
 
 
 def test_a_real_measurement_is_kept(cache):

@@ -1,7 +1,7 @@
 """Hand a model over to a machine without network: python -m train.handover MODEL ARCHIVE.tar.xz
 
 The archive holds what `save_pretrained` writes, so that machine needs neither the package gguf nor a cache. It is
-written in parts, each small enough to be copied alone; `model.base=ARCHIVE.tar.xz` joins and unpacks them.
+written in parts, each small enough to be copied alone; `--model.base ARCHIVE.tar.xz` joins and unpacks them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from selfspec.errors import UnsupportedModelError
-from selfspec.hub import open_model
+from selfspec.loading.hub import open_model
 
 SUFFIX = ".tar.xz"
 DTYPES = ("float16", "bfloat16", "float32")

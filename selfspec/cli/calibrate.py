@@ -26,7 +26,7 @@ def calibrate(options: Calibrate) -> None:
         with talk.waiting("importing torch and transformers"):
             from selfspec import hub
             from selfspec.calibrate import forecast, profile
-            from selfspec.kernels.threads import set_threads
+            from selfspec.kernels.machine import set_threads
 
         set_threads(options.threads)
         with as_sentences(), talk.waiting(f"loading {options.model}"):

@@ -30,7 +30,7 @@ def chat(options: Chat) -> None:
     with Talk(options.quiet) as talk:
         with talk.waiting("importing torch and transformers"):
             from selfspec.cli.job import keep, learner_of, open_target, policy_name
-            from selfspec.kernels.threads import set_threads
+            from selfspec.kernels.machine import set_threads
 
         set_threads(options.threads)
         target = open_target(options, talk)

@@ -18,7 +18,7 @@ def generate(options: Generate) -> None:
     with Talk(options.quiet) as talk:
         with talk.waiting("importing torch and transformers"):
             from selfspec.cli.job import Job, keep
-            from selfspec.kernels.threads import set_threads
+            from selfspec.kernels.machine import set_threads
 
         set_threads(options.threads)
         job = Job.make(options, prompts, talk)

@@ -13,8 +13,8 @@ from selfspec.cli.job import Job, Run
 from selfspec.cli.options import Generate
 from selfspec.cli.pieces import Painter, Piece, Pieces
 from selfspec.cli.talk import make_console, same_place, wants_colour
-from selfspec.control.fixed import Fixed
 from selfspec.control.plan import DRAFTS, LOOKUP
+from selfspec.control.published.layerskip import Fixed
 from selfspec.control.registry import BY_LOOKUP, CHOOSES_EXIT
 from selfspec.decoding.policy_choice import policy_for
 from selfspec.decoding.results import Round, RowResult

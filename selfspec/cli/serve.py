@@ -40,7 +40,7 @@ def serve(options: Serve) -> None:
 
 def _serve(options: Serve, talk: Talk, at: socket.socket) -> None:
     from selfspec.cli.job import keep, learner_of, policy_name
-    from selfspec.kernels.threads import set_threads
+    from selfspec.kernels.machine import set_threads
     from selfspec.serving.run import DrainingServer
 
     set_threads(options.threads)
@@ -99,7 +99,7 @@ def _wait_for_signal() -> int:
 
 def open_llm(options: Serve | Batch, max_num_seqs: int) -> Any:
     """The model that the options name, for one replica, in whose process this runs."""
-    from selfspec.kernels.threads import set_threads
+    from selfspec.kernels.machine import set_threads
 
     set_threads(options.threads)
     with Talk(quiet=True) as talk:

@@ -12,7 +12,7 @@ import torch
 
 from selfspec.control.plan import Policy
 from selfspec.core import Plan, Request, RoundOutput, RowRound, SamplingParams, Sequence, StageSeconds
-from selfspec.decoding.checked import CheckedPolicy
+from selfspec.decoding.checks import CheckedPolicy
 from selfspec.decoding.defaults import GenerationDefaults, Prompt
 from selfspec.decoding.outputs import RequestOutput, RequestOutputs
 from selfspec.decoding.prefix_cache import PrefixCache

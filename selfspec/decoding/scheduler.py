@@ -8,11 +8,10 @@ from typing import Any
 
 from selfspec.core import Request, Sequence
 from selfspec.decoding.checks import check_request
-from selfspec.decoding.prefix_cache import PrefixCache
-from selfspec.decoding.prefix_key import Reserved
+from selfspec.decoding.prefix_cache import PrefixCache, Reserved
 from selfspec.decoding.stats import SpecStats
 from selfspec.decoding.stopping import SequenceText, Stopper
-from selfspec.drafting.row_lookup import RowLookup, Texts
+from selfspec.drafting.lookup import RowLookup, Texts
 from selfspec.errors import CacheFullError
 from selfspec.model.kv_cache import PagedCache
 from selfspec.model.stack import Stack

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from selfspec.core import SamplingParams, ShadowPicks
 from selfspec.executors.penalties import Penalty
-from selfspec.executors.pick import filtered
 from selfspec.executors.picker import Picker, packed_params
 from selfspec.kernels.gumbel import gumbel
+from selfspec.kernels.pick import filtered
 from selfspec.model.kv_cache import tensor_of
 from selfspec.model.shortlist import NUM_TOP
 from selfspec.model.stack import Stack

@@ -179,7 +179,6 @@ def functions() -> ctypes.CDLL:
         "selfspec_pack_blocks": ([p, n, p, n, p, n, n, n, n], None),
         "selfspec_program": ([p, p, p, p], n),
         "selfspec_index_new": ([n, n], p),
-        "selfspec_index_bytes": ([p], n),
         "selfspec_index_add": ([p, p, n], ctypes.c_bool),
         "selfspec_index_add_text": ([p, p, n, n], ctypes.c_bool),
         "selfspec_index_state": ([p, p], n),

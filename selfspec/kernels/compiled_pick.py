@@ -1,4 +1,4 @@
-"""The compiled pick from logits on CPU (`cpu/pick.h`). `selfspec.executors.pick` does the same in torch."""
+"""The compiled pick from logits on CPU (`cpu/pick.h`). `selfspec.kernels.pick` does the same in torch."""
 
 from __future__ import annotations
 

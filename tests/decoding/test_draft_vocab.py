@@ -14,8 +14,8 @@ from selfspec.control import round_costs
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs, Table
 from selfspec.core import SamplingParams, SpeculativeConfig
-from selfspec.executors.pick import Subset, pick_with_confidence, scored
 from selfspec.kernels.gumbel import NoiseAhead
+from selfspec.kernels.pick import Subset, best_of, scored, to_token_ids
 from selfspec.loading.target import Target
 from selfspec.model.draft_vocabulary import Frequencies, default_size
 from selfspec.model.exit_heads import ExitHeads
@@ -111,8 +111,8 @@ def test_picks_are_the_best_of_the_subset_with_the_same_noise(size, temperature,
     expected = torch.full_like(whole, float("-inf"))
     expected[:, tokens] = whole[:, tokens]
     subset = Subset(tokens, 50)
-    picks, confidences = pick_with_confidence(logits[:, tokens], params, positions, noise, subset)
-    assert torch.equal(picks, expected.argmax(-1))
+    picks, confidences = best_of(scored(logits[:, tokens], params, positions, noise, subset))
+    assert torch.equal(to_token_ids(picks, subset), expected.argmax(-1))
     torch.testing.assert_close(confidences, expected.softmax(-1).amax(-1))
 
 

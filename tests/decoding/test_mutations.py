@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from selfspec.decoding.stopping import Stopper
-from selfspec.executors import eager, pick, program
+from selfspec.executors import eager, program
 from selfspec.executors.draft_picks import DraftPicker
 from selfspec.executors.processors import process
 from selfspec.executors.program import RoundDraft
+from selfspec.kernels import pick
 from selfspec.kernels.gumbel import NoiseAhead, gumbel
 from selfspec.model.kv_cache import PackedRows
 from tests import models

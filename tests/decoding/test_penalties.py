@@ -10,7 +10,7 @@ from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsPr
 
 from selfspec.core import SamplingParams
 from selfspec.executors.penalties import DraftPenalties, Penalties, Text
-from selfspec.executors.pick import scored
+from selfspec.kernels.pick import scored
 from selfspec.loading.target import Target
 from tests.helpers import Adversary, Always, Run, Schedule, decode, engine_of, generate, make_prompts, request, run
 from tests.models import build, tiny

@@ -16,8 +16,13 @@ from transformers.generation.logits_process import (
 )
 
 from selfspec.core import SamplingParams
-from selfspec.executors.pick import filtered, pick
 from selfspec.kernels.gumbel import gumbel
+from selfspec.kernels.pick import filtered, scored
+
+
+def pick(logits, params, positions):
+    return scored(logits, params, positions).argmax(-1)
+
 
 GRID = list(itertools.product([0.5, 1.0, 1.7], [0, 1, 7], [1.0, 0.9, 0.3], [0.0, 0.1, 1.0]))
 

@@ -1,4 +1,4 @@
-"""Plans: what an engine refuses, what it cuts, and what policies see of rows."""
+"""What policies see of sequences and rounds, and plans that cannot be carried out, or are carried out in part."""
 
 from __future__ import annotations
 
@@ -8,36 +8,21 @@ import numpy as np
 import pytest
 
 import selfspec
-from selfspec import SpeculativeConfig
+from selfspec import LLM, SamplingParams, SpeculativeConfig
 from selfspec.control.plan import NUM_BINS, Alternatives, Policy, always
-from selfspec.core import Plan, SamplingParams
-from tests.helpers import Schedule, decode, generate, make_prompts, request
-from tests.models import tiny
+from selfspec.core import Plan
+from tests.models import build
 
-FIVE = SamplingParams(max_tokens=5)
+PROMPTS = [[5, 17, 60, 33], [71, 8, 8, 90, 12, 44, 9, 3, 25]]
 
 
-def test_a_policy_sees_every_row_and_what_became_of_its_plan():
-    class Watching(Schedule):
-        def plan(self, rows):
-            self.rows_seen = [*getattr(self, "rows_seen", []), [(row.seq_id, row.num_tokens) for row in rows]]
-            assert all(row.num_remaining == {0: 11, 1: 20}[row.seq_id] - row.num_tokens for row in rows)
-            assert not any(row.has_processors for row in rows), "penalties are none"
-            return super().plan(rows)
+def generate(policy, prompts=PROMPTS, max_tokens=12, backend="views", **more):
+    llm = LLM(build("llama"), backend=backend, speculative=SpeculativeConfig(policy=policy), **more)
+    return [output.outputs[0] for output in llm.generate(prompts, SamplingParams(max_tokens=max_tokens))]
 
-    policy, prompts = Watching(0, 4), make_prompts([5, 9])
-    params = [SamplingParams(max_tokens=n, repetition_penalty=1.1) for n in (6, 11)]
-    done = decode(tiny("llama"), prompts, policy, params)
-    assert len(policy.rows_seen) == len(policy.seen)
-    lengths = {0: 5, 1: 9}
-    for states, (plan, [round_]) in zip(policy.rows_seen, policy.seen, strict=True):
-        assert [row.seq_id for row in round_.rows] == [seq_id for seq_id, _ in states]
-        for (seq_id, num_tokens), row, planned in zip(states, round_.rows, plan.draft_lengths, strict=True):
-            assert num_tokens == lengths[seq_id]
-            assert row.num_accepted <= row.num_drafted <= planned
-            lengths[seq_id] += row.num_emitted
-    assert lengths == {0: 11, 1: 20}
-    assert [len(one.token_ids) for one in done] == [6, 11]
+
+def tokens_of(outputs):
+    return [output.token_ids for output in outputs]
 
 
 class Once(Policy):
@@ -50,8 +35,33 @@ class Once(Policy):
         return self.made
 
 
-def branched(num_rates, rate, most, lengths=(2, 2)):
-    """A plan of one layer that drafts alternatives, each of them likely enough."""
+def test_a_policy_sees_every_sequence_and_what_became_of_its_plan():
+    class Watching(Policy):
+        states, rounds = [], []
+
+        def plan(self, rows):
+            self.states.append([(row.seq_id, row.num_tokens, row.num_remaining) for row in rows])
+            return Plan(2, (3,) * len(rows))
+
+        def observe(self, plan, rounds):
+            self.rounds.append((plan, rounds))
+
+    policy = Watching()
+    done = generate(policy, max_tokens=9)
+    lengths, limits = {}, {}
+    for states, (plan, [round_]) in zip(policy.states, policy.rounds, strict=True):
+        assert [row.seq_id for row in round_.rows] == [seq_id for seq_id, *_ in states]
+        assert round_.plan == plan
+        for (seq_id, num_tokens, num_remaining), row in zip(states, round_.rows, strict=True):
+            assert lengths.setdefault(seq_id, num_tokens) == num_tokens
+            assert limits.setdefault(seq_id, num_tokens + num_remaining) == num_tokens + num_remaining
+            assert row.num_accepted <= row.num_drafted <= min(3, num_remaining - 1)
+            lengths[seq_id] += len(row.token_ids)
+    assert lengths == limits and [len(one.token_ids) for one in done] == [9, 9]
+
+
+def alternatives(num_rates, rate, most, lengths=(2, 2)):
+    """A plan of one layer that drafts alternatives, each of them probable enough."""
     return Plan(2, lengths, alternatives=Alternatives((rate,) * num_rates, (rate,) * num_rates, -1.0, most))
 
 
@@ -67,50 +77,38 @@ def branched(num_rates, rate, most, lengths=(2, 2)):
         (Plan(2, (1, 1), deadline=-1.0), r"a plan's deadline must be seconds, at least 0, or None, got -1\.0"),
         (Plan(2.5, (1, 1)), r"a plan's exit_layer must be a whole number, got 2\.5"),
         (None, r"a policy must make plans of class selfspec\.Plan, got None"),
-        (branched(1, 0.5, 4), r"a plan's alternatives must have rates of first and of second choices, 12 each, got"),
-        (branched(NUM_BINS, float("nan"), 4), r"a plan's alternatives must have rates of first and of second"),
-        (branched(NUM_BINS, 0.5, 1.5), r"a plan's alternatives' most must be a whole number, got 1\.5"),
+        (alternatives(1, 0.5, 4), r"a plan's alternatives must have rates of .*, 12 each, got"),
+        (alternatives(NUM_BINS, float("nan"), 4), r"a plan's alternatives must have rates of"),
+        (alternatives(NUM_BINS, 0.5, 1.5), r"a plan's alternatives' most must be a whole number, got 1\.5"),
         (Plan(None, (), lookups=always((3,))), r"a plan's lookups must have lengths and gains of every row, 2, by 30"),
     ],
 )
 def test_a_plan_that_cannot_be_carried_out_is_refused_in_a_sentence(plan, sentence):
     with pytest.raises(ValueError, match=sentence):
-        decode(tiny("llama"), make_prompts([4, 4]), Once(plan), FIVE)
-
-
-@pytest.mark.parametrize("exit_layer", [0, 2])
-@pytest.mark.parametrize("num_rounds", [1, 9])
-def test_drafts_longer_than_a_row_has_room_for_are_cut(exit_layer, num_rounds):
-    [prompt] = make_prompts([4])
-    [done] = decode(tiny("llama"), [prompt], Once(Plan(exit_layer, (30,), num_rounds=num_rounds)), FIVE)
-    assert done.token_ids == generate(tiny("llama").model, prompt, 5)
-
-
-@pytest.mark.parametrize("keep_logits", [False, True])
-def test_a_plan_without_an_exit_needs_no_lengths(keep_logits):
-    [prompt] = make_prompts([4])
-    [done] = decode(tiny("llama"), [request(prompt, FIVE, keep_logits=keep_logits)], Once(Plan(None, ())))
-    assert done.token_ids == generate(tiny("llama").model, prompt, 5)
+        generate(Once(plan))
 
 
 @pytest.mark.parametrize(
     "plan",
     [
+        Plan(0, (30,)),
+        Plan(2, (30,), num_rounds=9),
+        Plan(None, ()),
         Plan(2, np.array([3]), num_rounds=np.int64(4), deadline=np.float32(1)),
         Plan(np.int64(2), (np.int64(3),), num_rounds=4),
         Plan(0, [3], num_rounds=4),
         Plan(0, (1 << 70,), num_rounds=1 << 70, deadline=float("inf")),
         Plan(True, (True,)),
-        branched(NUM_BINS, 0.5, np.int64(2), (3,)),
-        branched(NUM_BINS, 0.5, 1 << 40, (3,)),
+        alternatives(NUM_BINS, 0.5, np.int64(2), (3,)),
+        alternatives(NUM_BINS, 0.5, 1 << 40, (3,)),
     ],
 )
 @pytest.mark.parametrize("backend", ["views", "compiled"])
-def test_a_plans_numbers_may_be_numpys_and_of_any_size(plan, backend):
-    [prompt] = make_prompts([9])
-    [done] = decode(tiny("llama", backend=backend), [prompt * 2], Once(plan), SamplingParams(max_tokens=12))
-    assert done.token_ids == generate(tiny("llama").model, prompt * 2, 12)
-    assert done.stats.num_draft_tokens > 0
+def test_drafts_are_cut_to_what_a_row_may_emit_and_numbers_may_be_numpys_and_of_any_size(plan, backend):
+    prompts = [PROMPTS[1] * 2]
+    [done] = generate(Once(plan), prompts, backend=backend)
+    assert [done.token_ids] == tokens_of(generate("plain", prompts, backend=backend))
+    assert done.stats.num_draft_tokens > 0 or plan.exit_layer is None
 
 
 def test_the_policy_of_the_documentation_drafts_and_changes_no_token():

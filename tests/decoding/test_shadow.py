@@ -122,9 +122,7 @@ def some_penalty(ways, vocab, source):
 def in_one_call(stack, layers, hidden, params, positions, logits, picks, penalty=None):
     through, num_likely = stack.through_heads(hidden, layers), min(NUM_TOP, logits.shape[1]) - 1
     sampling = packed_params(params)
-    return stack.compiled.shadow_picks(
-        through, sampling, positions, logits, picks, num_likely, stack.others, penalty
-    )
+    return stack.compiled.shadow_picks(through, sampling, positions, logits, picks, num_likely, stack.others, penalty)
 
 
 def probed(stack, num_layers, ways, seed, spoil=None):

@@ -18,6 +18,7 @@ from selfspec.control.plan import CORPUS, NUM_LOOKUP_BINS, RESPONSES, SOURCES, L
 from selfspec.core import LOOKUP, Plan, Request, SamplingParams
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.responses import Responses
+from selfspec.errors import UnsupportedModelError
 from selfspec.executors.cpu.rounds import CompiledRounds
 from selfspec.executors.cuda.rounds import RecordedRounds
 from selfspec.loading.target import Target
@@ -373,6 +374,12 @@ def test_exact_mode_gives_the_bits_of_plain_decoding() -> None:
             assert one.completion_token_ids == other.completion_token_ids and one.logprobs == other.logprobs
             assert torch.equal(torch.stack(one.logits), torch.stack(other.logits))
             assert torch.equal(torch.stack(one.scores), torch.stack(other.scores))
+
+
+def test_a_model_without_compiled_or_fused_layers_has_no_exact_mode():
+    for family, reason in (("gpt2", "its layers are of another kind"), ("llama", "here its own modules run")):
+        with pytest.raises(UnsupportedModelError, match=reason):
+            Target(build(family), backend="views").refresh(exact=True)
 
 
 # ------------------------------------------------------------------------------------------------------ when plans end

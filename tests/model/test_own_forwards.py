@@ -101,17 +101,6 @@ def test_logits_over_a_part_of_the_vocabulary_are_the_models_own_or_there_are_no
     assert (short is not None, tokens is not None) == (by_value, by_value)
 
 
-@pytest.mark.parametrize("name", ["ids are masked by the lowest number", "logits are multiplied"])
-def test_an_exact_stack_leaves_out_the_same_heads(name):
-    target, prompts = Target(changed(name)), make_prompts([12, 7])
-    plain = [c.tokens for c in target.generate(prompts, max_new_tokens=12, exact=True, policy="plain")]
-    assert [c.tokens for c in target.generate(prompts, max_new_tokens=12, exact=True)] == plain
-    hidden, top = torch.zeros(1, 3, 32), torch.arange(32).expand(3, -1)
-    for stack in (target.stack, target.exact_stack):
-        with torch.inference_mode():
-            assert (stack.short_logits(hidden, top, [1]) is None) == (name != "logits are multiplied")
-
-
 def test_a_faster_body_is_not_taken_for_a_known_class_whose_forward_was_replaced(monkeypatch):
     model, [prompt] = build("llama"), make_prompts([9])
     unchanged = generate(model, prompt, 12)

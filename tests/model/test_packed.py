@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from selfspec.executors.cpu.packed import Packed, fits_half
 from selfspec.kernels import compiled_call as c
-from selfspec.kernels.room import LargePageAllocator
+from selfspec.kernels.large_pages import LargePageAllocator
 from selfspec.model.draft_vocabulary import DraftHead
 from selfspec.model.llama_weights import Linear
 from tests.helpers import generate, make_prompts

@@ -11,7 +11,7 @@ from selfspec.control.fixed import Fixed
 from selfspec.control.plan import NUM_BINS, Plan, Policy, SecondChoices, ShadowPlan, SurvivalStop
 from selfspec.decoding.engine import Engine
 from selfspec.executors.cpu.four_bit import PackedInt4
-from selfspec.kernels.room import LargePageAllocator
+from selfspec.kernels.large_pages import LargePageAllocator
 from tests.helpers import generate, make_prompts
 from tests.model.test_packed import multiply, weights
 from tests.models import build

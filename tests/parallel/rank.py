@@ -57,7 +57,6 @@ def decode(target: Target, rank: int) -> dict[str, object]:
         "adaptive": target.generate(PROMPTS, policy="adaptive", max_batch_size=2, **OPTIONS),
         "sampled": target.generate(PROMPTS, exit_layer=2, **OPTIONS, **SAMPLED),
         "responses": [target.generate(PROMPTS, policy="pld", reuse_responses=True, **OPTIONS) for _ in range(2)][1],
-        "exact": target.generate(PROMPTS, policy=Dice(rank), exact=True, **OPTIONS),
     }
     again = sum(one.stats.num_accepted_draft_tokens for one in told["responses"])
     return {name: [one.tokens for one in done] for name, done in told.items()} | {"asked": dice.seen, "again": again}
@@ -66,7 +65,8 @@ def decode(target: Target, rank: int) -> dict[str, object]:
 def refusals(target: Target) -> dict[str, str]:
     """What cannot be had, in the sentences that say so."""
     told = {}
-    for name, options in {"learn": {"learn": True}, "broken": {"policy": Broken(0)}}.items():
+    asked = {"learn": {"learn": True}, "broken": {"policy": Broken(0)}, "exact": {"exact": True}}
+    for name, options in asked.items():
         try:
             target.generate(PROMPTS, **options)
         except (ValueError, RuntimeError, KeyError) as problem:

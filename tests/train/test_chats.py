@@ -99,11 +99,11 @@ def start(settings, tmp_path, *options: str) -> int:
 
 
 def test_one_command_writes_chats_trains_and_compares(settings, base, tmp_path, capsys):
-    assert start(settings, tmp_path, "run.seed=3") == 0
+    assert start(settings, tmp_path, "--run.seed", "3") == 0
     card = (tmp_path / "adapter" / "README.md").read_text("utf-8")
     assert "continued from `tiny-chat`" in card and "100% the base model's distribution" in " ".join(card.split())
     assert "| exit layer | loss | agreement | loss before | agreement before |" in card
-    assert f"`python -m train {tmp_path / 'config.yaml'} run.seed=3`" in card
+    assert f"`python -m train {tmp_path / 'config.yaml'} --run.seed 3`" in card
     for figure in ("perplexity of the base model's held-out answers", "perplexity of docstrings", "GSM8K"):
         (line,) = [line for line in card.splitlines() if line.startswith(f"| {figure}")]
         assert all(line.split(" | ")[1:])

@@ -8,6 +8,8 @@ import pytest
 import torch
 import yaml
 
+from selfspec import configuration
+from selfspec.configuration import read_yaml
 from selfspec.model.draft_vocabulary import Subset
 from selfspec.model.exit_heads import FILE, ExitHeads
 from tests.gguf_files import source_model, write_gguf
@@ -17,8 +19,7 @@ from tests.tokenizers import word_tokenizer
 from train import heads_run
 from train.__main__ import main
 from train.config import parse_config
-from train.config_file import read_file
-from train.heads_config import HeadsRun, parse_heads
+from train.heads_config import HeadsRun
 from train.heads_files import CHECKPOINT, TEXTS
 from train.heads_loss import draft_subset, exit_losses, measure
 from train.heads_states import Batch, Stream, collect, run_texts, with_rest
@@ -79,7 +80,7 @@ def test_trained_heads_agree_more_and_change_no_token(stories_folder, tmp_path, 
         assert not torch.equal(before.stack.logits(hidden, 3), after.stack.logits(hidden, 3))
     prompts = ["Once upon a time", "The dog was"]
     plain = before.generate(prompts, policy="plain", max_new_tokens=48)
-    drafts = [t.generate(prompts, exit_layer=3, num_draft_tokens=4, max_new_tokens=48) for t in (before, after)]
+    drafts = [t.generate(prompts, exit_layer=3, num_speculative_tokens=4, max_new_tokens=48) for t in (before, after)]
     for drafted in drafts:
         assert [c.tokens for c in drafted] == [c.tokens for c in plain]
     accepted = [sum(c.stats.num_accepted_draft_tokens for c in drafted) for drafted in drafts]
@@ -197,9 +198,9 @@ def test_a_full_disk_leaves_the_file_before_intact(settings, tmp_path, monkeypat
         ("heads", {"model": "/nowhere/model"}, "there is no folder /nowhere/model"),
         ("heads", {"exits": [1, 4]}, "heads.exits must be from 1 to 3"),
         ("heads", {"exits": [0]}, "heads.exits must be a list of layer counts from 1"),
-        ("heads", {"inner": 8}, "heads has no key 'inner'; did you mean 'inner_size'?"),
+        ("heads", {"inner": 8}, "heads: key 'inner' is unknown; did you mean 'inner_size'?"),
         ("training", {"kl_share": 1.5}, "training.kl_share must be between 0 and 1, got 1.5"),
-        ("training", {"top_k": "all"}, "training.top_k must be of type int, got 'all'"),
+        ("training", {"top_k": "all"}, "training.top_k must be a whole number, got 'all'"),
         ("training", {"max_cached_tokens": 8}, "training.max_cached_tokens must be at least 64"),
         ("training", {"tokens_per_batch": 4096}, "text gives "),
         ("text", {"max_new_tokens": 500}, "text.max_new_tokens must be short enough for the model's 128 positions"),
@@ -241,7 +242,7 @@ def test_texts_come_from_other_records_than_those_held_out(stories, tmp_path):
     file.write_text("".join(f'{{"question": "Tom has {n} red balls. He"}}\n' for n in range(20)))
     given = {"num_texts": 24, "num_held_out": 2, "max_new_tokens": 6, "temperatures": [0.0, 1.0]}
     data = {"path": str(file), "text_field": "question", "held_out_percent": 10.0}
-    config = parse_heads({"text": given, "data": data})
+    config = configuration.build(HeadsRun, {"text": given, "data": data})
     train, held_out = gather_texts(stories, config, Written(tmp_path / TEXTS, "weights"))
     assert len(train) == 21 and len(held_out) == 2, "of 18 prompts 6 came twice, 3 of them greedily"
     heads = [{tuple(text.tokens[: text.num_prompt]) for text in part} for part in (train, held_out)]
@@ -315,7 +316,8 @@ def test_kl_is_zero_where_the_exit_says_what_the_model_says():
 
 def test_shards_give_every_position_once_an_epoch_and_any_step_again(stories):
     texts = [Sample(list(range(3, 24)), 1) for _ in range(12)]
-    parsed = parse_heads({"training": {"tokens_per_batch": 20, "max_cached_tokens": 90}, "text": {"num_texts": 12}})
+    given = {"training": {"tokens_per_batch": 20, "max_cached_tokens": 90}, "text": {"num_texts": 12}}
+    parsed = configuration.build(HeadsRun, given)
     stream = Stream(stories.stack, texts, (2,), parsed.training)
     assert len(stream.shards) == 3 and stream.num_positions == 240 and sum(stream.sizes) == 12
     taken = [next(stream.batches(step)).hidden for step in (0, 5, 13)]
@@ -330,8 +332,8 @@ def test_default_exits(layers, exits):
 
 
 def test_the_shipped_configuration_names_every_key():
-    content = read_file("configs/train/exit_heads.yaml")
-    config = parse_heads(content)
+    content = read_yaml("configs/train/exit_heads.yaml")
+    config = configuration.build(HeadsRun, content)
     assert {section: set(values) for section, values in content.items()} == {
         section: set(type(getattr(config, section)).__dataclass_fields__) for section in ("heads", "text", "training")
     }
@@ -383,7 +385,8 @@ def test_a_chat_model_trains_from_nothing_and_a_killed_run_goes_on(
 
 def test_prompts_of_a_chat_model_are_its_own_user_turns(chat_folder, tmp_path):
     target = load(chat_folder)
-    config = parse_heads({"text": {"num_texts": 6, "num_held_out": 2, "prompt_tokens": 5, "max_new_tokens": 8}})
+    given = {"num_texts": 6, "num_held_out": 2, "prompt_tokens": 5, "max_new_tokens": 8}
+    config = configuration.build(HeadsRun, {"text": given})
     train, held_out = gather_texts(target, config, Written(tmp_path / TEXTS, ""))
     prompts = [target.tokenizer.decode(text.tokens[: text.num_prompt]) for text in (*train, *held_out)]
     assert all(prompt.startswith("w1 ") and prompt.endswith(" w2 w3") for prompt in prompts)

@@ -70,7 +70,7 @@ def test_a_model_is_continued_on_texts(settings, base, tmp_path, capsys, streami
     before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (base, tmp_path / "model"))
     assert not torch.equal(before.model.layers[0].mlp.up_proj.weight, after.model.layers[0].mlp.up_proj.weight)
     saved = json.loads((tmp_path / "model" / "generation_config.json").read_text())
-    assert 1 <= saved["exit_layer"] <= 3 and 1 <= saved["num_draft_tokens"] <= 8
+    assert 1 <= saved["exit_layer"] <= 3 and 1 <= saved["num_speculative_tokens"] <= 8
     card = (tmp_path / "model" / "README.md").read_text("utf-8")
     assert f"continued from `{base.name}`" in card and f"base_model: {base.name}" in card and "| 4 | " in card
     assert "| exit layer | loss | agreement | loss before | agreement before |" in card
@@ -105,10 +105,10 @@ def test_the_base_is_measured_once_and_may_then_be_gone(settings, base, tmp_path
 
 
 def test_the_stored_exit_is_what_selfspec_starts_from(settings, tmp_path):
-    settings["run"] |= {"exit_layer": 2, "num_draft_tokens": 3}
+    settings["run"] |= {"exit_layer": 2, "num_speculative_tokens": 3}
     assert run(settings, tmp_path) == 0
     target = load(str(tmp_path / "model"))
-    assert (target.default_exit_layer, target.default_num_draft_tokens) == (2, 3)
+    assert (target.default_exit_layer, target.default_num_speculative_tokens) == (2, 3)
 
 
 @pytest.mark.parametrize("merge", [True, False])

@@ -25,8 +25,8 @@ from selfspec.executors.cpu.packed import Packed, fits_half, pack_layer
 from selfspec.executors.cpu.rotary import RotaryTables
 from selfspec.executors.cpu.shadow import shadow_picks
 from selfspec.kernels import compiled_call as c
+from selfspec.kernels.large_pages import LargePageAllocator
 from selfspec.kernels.layout import Norm
-from selfspec.kernels.room import LargePageAllocator
 from selfspec.model.draft_vocabulary import Subset
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.kv_cache import PackedRows, PagedCache

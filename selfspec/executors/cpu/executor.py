@@ -23,8 +23,8 @@ from selfspec.executors.cpu.buffers import (
 from selfspec.executors.cpu.pick_data import PickData
 from selfspec.executors.cpu.rounds import CompiledRounds, max_rounds
 from selfspec.executors.penalties import Penalties
-from selfspec.executors.pick import filtered
 from selfspec.executors.picker import Picker, packed_params
+from selfspec.kernels.pick import filtered
 from selfspec.model.kv_cache import PagedCache, Span
 from selfspec.model.stack import Stack
 
@@ -107,10 +107,10 @@ class CpuExecutor(Executor):
             lengths = [min(length, room) for length, room in zip(plan.draft_lengths, capacities, strict=True)]
         drafter = self._drafter(plan) if plan.exit_layer and given is None else None
         spans = [Span(row.pages, row.num_tokens - 1, n) for row, n in zip(rows, lengths, strict=True)]
-        last, how = [row.token_ids[-1] for row in rows], packed_params([row.request.params for row in rows])
+        last, params = [row.token_ids[-1] for row in rows], packed_params([row.request.params for row in rows])
         data = PickData.of(rows, self.stack.vocab_size)
         results = self._rounds.run(
-            self.cache, spans, last, how, capacities, drafter, limits, given, hidden_states, data
+            self.cache, spans, last, params, capacities, drafter, limits, given, hidden_states, data
         )
         inside = sum([sum(result.draft_seconds) + sum(result.verify_seconds) for result in results])
         overhead = seconds.now() - begin - inside

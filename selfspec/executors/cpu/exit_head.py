@@ -10,7 +10,7 @@ from torch import Tensor
 
 from selfspec.executors.cpu.packed import Packed
 from selfspec.kernels import compiled_call as c
-from selfspec.kernels.room import LargePageAllocator
+from selfspec.kernels.large_pages import LargePageAllocator
 from selfspec.model.exit_heads import EPS, ExitHead, ExitHeads
 from selfspec.model.llama_weights import Linear
 

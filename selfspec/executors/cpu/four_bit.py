@@ -14,7 +14,7 @@ from typing import Any
 
 from selfspec.executors.cpu.packed import Packed, pack_layer
 from selfspec.kernels import compiled_call as c
-from selfspec.kernels.room import LargePageAllocator
+from selfspec.kernels.large_pages import LargePageAllocator
 from selfspec.model.llama_weights import Layer, Linear
 
 

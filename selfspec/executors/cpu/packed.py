@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from selfspec.kernels import compiled_call as c
-from selfspec.kernels.room import LargePageAllocator
+from selfspec.kernels.large_pages import LargePageAllocator
 from selfspec.model.llama_weights import Layer, Linear
 
 UNPAIRED = 1 << 40  # outputs before a gap; more than any weight has, so there is none

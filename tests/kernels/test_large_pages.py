@@ -8,13 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.kernels.room import CHUNK, LARGE, LINE, LargePageAllocator
+from selfspec.kernels.large_pages import CHUNK, LARGE, LINE, LargePageAllocator
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3000)), min_size=1, max_size=8))
 def test_tensors_are_zeros_of_their_shape_and_share_no_cache_line(shapes):
-    room = LargePageAllocator()
-    made = [room.zeros(*shape) for shape in shapes]
+    allocator = LargePageAllocator()
+    made = [allocator.zeros(*shape) for shape in shapes]
     for number, (one, shape) in enumerate(zip(made, shapes, strict=True)):
         assert one.shape == shape and not one.any()
         assert one.data_ptr() % LINE == 0
@@ -22,11 +22,11 @@ def test_tensors_are_zeros_of_their_shape_and_share_no_cache_line(shapes):
     assert all((one == number + 1).all() for number, one in enumerate(made))
 
 
-def test_a_tensor_outlives_its_room_and_may_be_larger_than_a_chunk():
-    room = LargePageAllocator()
-    small, large = room.zeros(3), room.zeros(CHUNK // 4 + 5)
+def test_a_tensor_outlives_its_allocator_and_may_be_larger_than_a_chunk():
+    allocator = LargePageAllocator()
+    small, large = allocator.zeros(3), allocator.zeros(CHUNK // 4 + 5)
     large[-1] = 7
-    del room
+    del allocator
     gc.collect()
     assert large.data_ptr() % LARGE == 0
     assert small.tolist() == [0, 0, 0] and large[-1] == 7 and torch.equal(large[:-1], torch.zeros(CHUNK // 4 + 4))

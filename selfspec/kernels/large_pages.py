@@ -34,7 +34,7 @@ class LargePageAllocator:
         return made.view(shape)
 
 
-def give_back() -> None:
+def trim_memory() -> None:
     """Give memory that was freed back to the system, which C libraries may keep for later."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None  # of glibc
     if trim is not None:

@@ -1,13 +1,53 @@
-"""The number of compute threads: one per physical core that this process may use."""
+"""The machine: the folder of files that are made once per machine, and the number of compute threads."""
 
 from __future__ import annotations
 
+import logging
 import os
+from functools import lru_cache
 from math import ceil
 from pathlib import Path
 
 TOPOLOGY = Path("/sys/devices/system/cpu")
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_log = logging.getLogger("selfspec")
+
+
+def cache_folder() -> Path:
+    """The cache folder: $SELFSPEC_CACHE, else a folder in the user's cache folder.
+
+    Raises:
+        OSError: the user has no home folder.
+    """
+    if own := os.environ.get("SELFSPEC_CACHE"):
+        return Path(os.path.expanduser(own))
+    for name in ("XDG_CACHE_HOME", *(["LOCALAPPDATA"] if os.name == "nt" else [])):
+        base = os.environ.get(name, "")
+        if os.path.isabs(base):
+            return Path(base) / "selfspec"
+    home = os.path.expanduser("~")
+    if not os.path.isabs(home):
+        raise FileNotFoundError(2, "there is no home folder")
+    return Path(home) / ".cache" / "selfspec"
+
+
+def warn_not_kept(problem: OSError) -> None:
+    """Warn that files cannot be kept in the cache folder; once per folder and reason. Everything works without them."""
+    try:
+        folder = str(cache_folder())
+    except OSError:
+        folder = "the user's cache folder"
+    _warn_once(folder, problem.strerror or str(problem))
+
+
+@lru_cache
+def _warn_once(folder: str, reason: str) -> None:
+    _log.warning(
+        "nothing can be kept in %s (%s), so every process measures, compiles or converts again; set SELFSPEC_CACHE to "
+        "a folder that you can write to",
+        folder,
+        reason,
+    )
 
 
 def set_threads(given: int | None) -> None:
