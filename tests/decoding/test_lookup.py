@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from selfspec.core import LOOKUP, Draft, Plan, SamplingParams
-from selfspec.drafting import row_lookup
-from selfspec.drafting.prompt_lookup import Lookup
+from selfspec.drafting import lookup
+from selfspec.drafting.lookup import TextLookup
 from tests.decoding.test_families import check_equals_generate
 from tests.decoding.test_processors import PROCESSORS
 from tests.decoding.test_sampling import check_equals_plain
@@ -21,7 +21,7 @@ def echoes(lengths, seed=0):
     return [prompt + prompt for prompt in make_prompts(lengths, seed)]
 
 
-def wrong(self, num_tokens, honest=Lookup.draft):
+def wrong(self, num_tokens, honest=TextLookup.draft):
     """Never what followed."""
     draft = honest(self, num_tokens)
     return Draft([(token + 1) % VOCAB for token in draft.token_ids], draft.match_length)
@@ -35,7 +35,7 @@ def ends(self, num_tokens):
     return Draft([EOS] * num_tokens, 9)
 
 
-def ends_later(self, num_tokens, honest=Lookup.draft):
+def ends_later(self, num_tokens, honest=TextLookup.draft):
     draft = honest(self, num_tokens)
     return Draft((draft.token_ids[:2] + [EOS] * num_tokens)[:num_tokens], draft.match_length)
 
@@ -49,7 +49,7 @@ def test_drafts_by_lookup_equal_generate(family):
 
 @pytest.mark.parametrize("adversary", [wrong, all_equal, ends, ends_later])
 def test_drafts_of_an_adversary_change_no_token(adversary, monkeypatch):
-    monkeypatch.setattr(Lookup, "draft", adversary)
+    monkeypatch.setattr(TextLookup, "draft", adversary)
     target, prompts = tiny("mistral"), echoes((9, 3, 14), seed=2)
     params = [SamplingParams(max_tokens=24, seed=i, temperature=(0.0, 0.7, 1.0)[i]) for i in range(3)]
     for policy in (Always(LOOKUP, 6), Schedule(0, 4)):
@@ -67,15 +67,15 @@ def test_drafts_of_an_adversary_change_no_token(adversary, monkeypatch):
 def test_processors_see_the_prefix_of_every_draft(monkeypatch):
     [prompt] = echoes([7])
     made = PROCESSORS["several"](len(prompt))
-    for adversary in (Lookup.draft, all_equal):
-        monkeypatch.setattr(Lookup, "draft", adversary)
+    for adversary in (TextLookup.draft, all_equal):
+        monkeypatch.setattr(TextLookup, "draft", adversary)
         check_equals_generate(tiny("phi"), [prompt], Always(LOOKUP, 5), 24, processors=made)
 
 
 @pytest.mark.parametrize(("exit_layer", "count"), [(2, 0), (None, 0), (LOOKUP, 1)])
 def test_the_index_is_made_when_it_is_first_asked_for(exit_layer, count, monkeypatch):
     made = []
-    monkeypatch.setattr(row_lookup, "Lookup", lambda content: made.append(content) or Lookup(content))
+    monkeypatch.setattr(lookup, "TextLookup", lambda content: made.append(content) or TextLookup(content))
     decode(tiny("llama"), echoes([9]), Always(exit_layer, 4), SamplingParams(max_tokens=8))
     assert len(made) == count
 

@@ -10,7 +10,7 @@ import torch
 
 from selfspec.core import LOOKUP, Draft, SamplingParams, Sequence
 from selfspec.decoding.stats import SpecStats
-from selfspec.drafting.row_lookup import RowLookup
+from selfspec.drafting.lookup import RowLookup
 from selfspec.executors.cpu.rounds import CompiledRounds
 from selfspec.executors.cuda.rounds import RecordedRounds
 from selfspec.executors.eager import EagerExecutor

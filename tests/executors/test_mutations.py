@@ -189,7 +189,7 @@ def test_faults_of_the_eager_executor_are_noticed(monkeypatch, owner, name, faul
 # ---------------------------------------------------------------------------------------------- the compiled executor
 
 
-OF_DRAFTS = {"indices are not told of tokens", "any lookup is worth it"}  # which change what is drafted, and no token
+OF_DRAFTS = {"indices do not get new tokens", "any lookup is worth it"}  # which change what is drafted, and no token
 
 
 def check_rounds_of_two_executors():
