@@ -10,7 +10,7 @@ from itertools import pairwise
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from selfspec.decoding.stats import SpecStats
+from selfspec.decoding.outputs import SpecStats
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 Row = dict[str, Any]

@@ -32,7 +32,7 @@ from selfspec.configuration import check, check_least, option
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
 from selfspec.control.registry import CHOOSES_EXIT
-from selfspec.decoding.stats import SpecStats
+from selfspec.decoding.outputs import SpecStats
 
 PLAIN, ADAPTIVE, FIXED, OTHER = "plain", "adaptive", "fixed", "other"
 ACCEPTANCES = (1.0, 0.9, 0.7, 0.5, 0.25, 0.05)  # of the synthetic targets, at exit layer 2 of 8

@@ -20,7 +20,7 @@ from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
 from selfspec.control.plan import Policy
 from selfspec.core import RoundOutput, StageSeconds
-from selfspec.decoding.stats import SpecStats
+from selfspec.decoding.outputs import SpecStats
 
 COST_REPEATS = 3  # of the cost measurement before every repeat; with 1, predictions varied by a fifth
 STAGES = ("draft", "verify", "head", "pick", "shadow", "control", "rest")

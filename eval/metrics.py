@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eval.answers import Item
-from selfspec.decoding.stats import SpecStats
+from selfspec.decoding.outputs import SpecStats
 
 INTERVAL = 0.95
 Terms = Callable[[Item], tuple[float, float]]  # a question's terms of numerator and denominator

@@ -23,7 +23,7 @@ from selfspec.core import SamplingParams
 from selfspec.drafting.early_exit import DraftRow, draft_by_exit
 from selfspec.executors.cpu.body import CompiledBody
 from selfspec.executors.cpu.buffers import Drafter, ProgramLimits, StopRule
-from selfspec.executors.cpu.rounds import CompiledRounds
+from selfspec.executors.cpu.executor import CompiledRounds
 from selfspec.executors.picker import Picker, packed_params
 from selfspec.executors.shadow import shadow_picks
 from selfspec.kernels.pick import num_accepted

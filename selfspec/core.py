@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # for annotations alone
     from transformers import GenerationConfig
 
     from selfspec.control.plan import Alternatives, LookupTable, Policy, ShadowPlan, SurvivalStop
-    from selfspec.decoding.stats import SpecStats
+    from selfspec.decoding.outputs import SpecStats
     from selfspec.decoding.stopping import Stopper, TextDelta
     from selfspec.drafting.datastore import Datastore
     from selfspec.drafting.lookup import RowLookup

@@ -15,7 +15,7 @@ from transformers import StopStringCriteria
 from selfspec.control.plan import Policy
 from selfspec.core import RoundOutput, Sequence, SpeculativeConfig
 from selfspec.decoding.engine import MAX_STEP_SECONDS, PAGE_SIZE, LLMEngine
-from selfspec.decoding.stats import SpecStats
+from selfspec.decoding.outputs import SpecStats
 from selfspec.drafting.datastore import Datastore
 from selfspec.errors import refuse_empty
 from selfspec.hf_call import Call

@@ -19,9 +19,9 @@ from selfspec.cli.talk import Talk
 from selfspec.control.plan import LOOKUP
 from selfspec.control.registry import CHOOSES_EXIT, DEFAULT_POLICY
 from selfspec.control.rows import StageSeconds
+from selfspec.decoding.outputs import SpecStats
 from selfspec.decoding.request import Completion
 from selfspec.decoding.results import Round
-from selfspec.decoding.stats import SpecStats
 from selfspec.drafting.datastore import Datastore
 from selfspec.learn import Learner
 from selfspec.model.exit_heads import FILE as EXIT_HEADS_FILE

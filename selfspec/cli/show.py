@@ -12,8 +12,8 @@ from rich.text import Text
 
 from selfspec.cli.pieces import STYLES, Painter, Piece
 from selfspec.control.plan import LOOKUP
+from selfspec.decoding.outputs import SpecStats
 from selfspec.decoding.results import Round
-from selfspec.decoding.stats import SpecStats
 
 PICTURE_WIDTH = 100
 POSITIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)  # of drafts, that the table shows

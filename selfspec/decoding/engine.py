@@ -16,8 +16,7 @@ from selfspec.decoding.checks import CheckedPolicy
 from selfspec.decoding.defaults import GenerationDefaults, Prompt
 from selfspec.decoding.outputs import RequestOutput, RequestOutputs
 from selfspec.decoding.prefix_cache import PrefixCache
-from selfspec.decoding.prompt_chunks import chunks_for
-from selfspec.decoding.scheduler import Scheduler
+from selfspec.decoding.scheduler import Scheduler, chunks_for
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.responses import Responses
 from selfspec.errors import is_number, whole

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from selfspec.core import SamplingParams
-from selfspec.kernels.compiled_pick import Picks, compiled_pick, sampling_bytes
+from selfspec.kernels.compiled_call import Picks, compiled_pick, sampling_bytes
 from selfspec.kernels.gumbel import NoiseAhead
 from selfspec.kernels.pick import Subset, alternatives, best_of, sampling_tensors, scored, to_token_ids
 from selfspec.kernels.suite import pick_for
