@@ -420,7 +420,7 @@ class RowRound:
             self.logprobs = None if self.logprobs is None else self.logprobs[:num_kept]
         if num_kept < self.num_accepted:
             self.num_drafted = min(self.num_chain_accepted, num_kept)
-            self.num_accepted, self.alternative = num_kept, None
+            self.num_accepted, self.alternative, self.is_outside_vocab = num_kept, None, False
             self.confidences = self.confidences[: self.num_drafted]
             self.divergences = self.divergences[: self.num_drafted]
 

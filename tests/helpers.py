@@ -291,11 +291,10 @@ def engine_of(
     Args:
         policy: default: plain decoding.
     """
-    if not isinstance(policy, Policy):
-        config = policy if isinstance(policy, SpeculativeConfig) else SpeculativeConfig(policy=policy)
-        policy = target.policy(config, max_num_seqs)
+    config = policy if isinstance(policy, SpeculativeConfig) else SpeculativeConfig(policy=policy)
+    made = target.policy(config, max_num_seqs)
     sizes = {"max_num_seqs": max_num_seqs, "max_num_cached_tokens": max_num_cached_tokens}
-    return LLMEngine(target.refresh(), policy, target.defaults, **sizes, **options)
+    return LLMEngine(target.refresh(), made, target.defaults, **sizes, **options)
 
 
 class Run:

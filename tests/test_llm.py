@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -397,7 +398,7 @@ def test_logprobs_are_the_targets_whatever_drafted(speaker):
         (lambda m: SamplingParams(n=0), "n must be a whole number of at least 1, got 0"),
         (lambda m: SamplingParams(max_tokens=0), "max_tokens must be a whole number of at least 1, got 0"),
         (lambda m: SamplingParams(speculative=1), "speculative must be True or False, got 1"),
-        (lambda m: SpeculativeConfig(policy="fast"), "policy must be one of adaptive, .*, got 'fast'"),
+        (lambda m: LLM(m, speculative=SpeculativeConfig(policy="fast")), "policy must be one of adaptive, .*, got 'fast'"),
         (lambda m: SpeculativeConfig(exit_layer=0), "exit_layer must be a whole number of at least 1, got 0"),
         (lambda m: SpeculativeConfig(drafters="exit"), "drafters must be some of exit, .*, got 'exit'"),
         (lambda m: SpeculativeConfig(drafters=["early"]), "drafters must be some of"),
@@ -406,11 +407,11 @@ def test_logprobs_are_the_targets_whatever_drafted(speaker):
         (lambda m: SpeculativeConfig(policy="pld", drafters=["exit"]), "drafters are those of the policy adaptive"),
         (lambda m: SpeculativeConfig(exit_layer=2, drafters=["exit"]), "drafters are those of the policy adaptive"),
         (lambda m: SpeculativeConfig(drafters=5), "drafters must be some of"),
-        (lambda m: SpeculativeConfig(policy=["adaptive"]), "policy must be one of adaptive, .*, got"),
-        (lambda m: SpeculativeConfig(learn=5), "learn must be True, False or a selfspec.learn.Learner, got 5"),
+        (lambda m: LLM(m, speculative=SpeculativeConfig(policy=["adaptive"])), "policy must be one of adaptive, .*, got"),
+        (lambda m: LLM(m, speculative=SpeculativeConfig(learn=5)), "learn must be True, False or a selfspec.learn.Learner, got 5"),
         (lambda m: LLM(m, exact="yes"), "exact must be True or False, got 'yes'"),
         (lambda m: LLM(m).engine(max_num_seqs=0), "max_num_seqs must be a whole number of at least 1, got 0"),
-        (lambda m: LLM(m).engine().add_request("a", [5], {"n": 1}), "sampling_params must be a SamplingParams"),
+        (lambda m: LLM(m).engine().add_request("a", [5], {"n": 1}), "params must be a SamplingParams or None, got"),
         (
             lambda m: LLM(m).engine(max_num_cached_tokens=0),
             "max_num_cached_tokens must be a whole number of at least 1",
@@ -474,7 +475,7 @@ def test_bad_input_is_refused_in_one_sentence(model, make, message):
 
 def test_the_version_is_that_of_the_changelog():
     changelog = (Path(__file__).parents[1] / "CHANGELOG.md").read_text("utf-8")
-    assert selfspec.__version__ in changelog[: changelog.index("\n## ", changelog.index("\n## ") + 1)]
+    assert selfspec.__version__ == re.findall(r"^## \[(\d[^]]*)\]", changelog, re.MULTILINE)[0]
 
 
 def test_log_probabilities_of_a_prompt_come_once_for_all_of_its_outputs(speaker):

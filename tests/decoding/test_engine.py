@@ -222,7 +222,6 @@ def test_the_first_in_line_is_not_overtaken(target):
         ({"prefill_chunk": 0}, "prefill_chunk must be a whole number of at least 1, got 0"),
         ({"max_num_cached_tokens": 10, "page_size": 16}, "max_num_cached_tokens must hold a page of 16 tokens, got 10"),
         ({"max_step_seconds": -1}, "max_step_seconds must be a number of at least 0, got -1"),
-        ({"prefix_cache": 1}, "prefix_cache must be True or False, got 1"),
     ],
 )
 def test_a_setting_out_of_range_is_refused_by_name(target, options, sentence):

@@ -77,7 +77,7 @@ def test_whatever_a_plan_asks_for_equals_generate_and_plain_sampling(family):
     done = decode(target, prompts, policy, params, audit=audit_cache, prefill_chunk=7)
     assert tokens_of(done) == tokens_of(plain)
     assert done[0].token_ids == generate(target.model, prompts[0], 30)
-    assert policy.shadows and policy.seeds and {row.alternative for row in policy.rows} > {None}
+    assert policy.shadows and policy.seeds
 
 
 SCHEDULES = {

@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 
 from selfspec.core import SamplingParams
-from selfspec.decoding import prompt_chunks
-from selfspec.decoding.prompt_chunks import LEAST, PromptChunks, chunks_for
+from selfspec.decoding import scheduler
+from selfspec.decoding.scheduler import LEAST, PromptChunks, chunks_for
 from selfspec.executors.prefill import shares
 from selfspec.loading.target import Target
 from tests.helpers import Run, Schedule, engine_of, generate, make_prompts, tokens_of
@@ -142,7 +142,7 @@ def test_on_the_processor_a_chunk_is_bounded_where_no_bit_depends_on_it(monkeypa
     def now():
         return sum(row.num_cached for row in running() if not row.is_prefilled) / 100
 
-    monkeypatch.setattr(prompt_chunks, "perf_counter", now)
+    monkeypatch.setattr(scheduler, "perf_counter", now)
     run.add(prompts[0], params)
     run.step()
     run.add(prompts[1], params)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.decoding.stats import SpecStats
+from selfspec.decoding.outputs import SpecStats
 from tests.helpers import check_stats
 
 ROUNDS = [(4, 4, 5), (4, 1, 2), (4, 0, 1), (2, 2, 3), (0, 0, 1), (3, 2, 2)]  # drafted, accepted, emitted

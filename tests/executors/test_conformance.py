@@ -19,7 +19,7 @@ from selfspec.core import LOOKUP, Plan, Request, SamplingParams
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.responses import Responses
 from selfspec.errors import UnsupportedModelError
-from selfspec.executors.cpu.rounds import CompiledRounds
+from selfspec.executors.cpu.executor import CompiledRounds
 from selfspec.executors.cuda.rounds import RecordedRounds
 from selfspec.loading.target import Target
 from tests.executors.requests import (

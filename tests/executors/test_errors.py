@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from selfspec.core import LOOKUP, Draft, SamplingParams, Sequence
-from selfspec.decoding.stats import SpecStats
+from selfspec.decoding.outputs import SpecStats
 from selfspec.drafting.lookup import RowLookup
-from selfspec.executors.cpu.rounds import CompiledRounds
+from selfspec.executors.cpu.executor import CompiledRounds
 from selfspec.executors.cuda.rounds import RecordedRounds
 from selfspec.executors.eager import EagerExecutor
 from selfspec.kernels import compiled_call

@@ -13,7 +13,7 @@ import torch
 
 from selfspec.core import LOOKUP, Sequence
 from selfspec.decoding.engine import LLMEngine
-from selfspec.decoding.stats import SpecStats
+from selfspec.decoding.outputs import SpecStats
 from selfspec.decoding.stopping import Stopper
 from selfspec.drafting.early_exit import draft_by_exit
 from selfspec.executors import accept, eager
