@@ -139,16 +139,17 @@ class SamplingParams:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        if self.stop is None:
+        given: Any = self.stop
+        if given is None:
             return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return tuple(given) if isinstance(given, Collection) and not isinstance(given, str) else (given,)
 
     @property
     def processors(self) -> tuple[LogitsProcessor, ...]:
-        given = self.logits_processors
+        given: Any = self.logits_processors
         if given is None:
             return ()
-        return (given,) if callable(given) else tuple(given)
+        return tuple(given) if isinstance(given, Collection) and not callable(given) else (given,)
 
     @property
     def is_greedy(self) -> bool:

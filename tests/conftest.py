@@ -61,7 +61,7 @@ def stories(stories_folder):
     """The trained checkpoint as a target, with its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from selfspec.loading.target import Target
+    from tests.target import Target
 
     model = AutoModelForCausalLM.from_pretrained(stories_folder, dtype=torch.float32)
     return Target(model, AutoTokenizer.from_pretrained(stories_folder))

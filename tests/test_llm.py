@@ -318,6 +318,7 @@ def test_a_step_that_raises_loses_no_output(model):
     engine.add_request("a", PROMPTS[0], params)  # the name is free again
 
 
+@pytest.mark.slow  # a process imports torch
 def test_a_stream_may_be_left_open_when_the_program_ends():
     code = (
         "import selfspec; s = selfspec.LLM('demo', backend='views').stream('def f(', sampling); print(next(s).finished)"
@@ -398,7 +399,10 @@ def test_logprobs_are_the_targets_whatever_drafted(speaker):
         (lambda m: SamplingParams(n=0), "n must be a whole number of at least 1, got 0"),
         (lambda m: SamplingParams(max_tokens=0), "max_tokens must be a whole number of at least 1, got 0"),
         (lambda m: SamplingParams(speculative=1), "speculative must be True or False, got 1"),
-        (lambda m: LLM(m, speculative=SpeculativeConfig(policy="fast")), "policy must be one of adaptive, .*, got 'fast'"),
+        (
+            lambda m: LLM(m, speculative=SpeculativeConfig(policy="fast")),
+            "policy must be one of adaptive, .*, got 'fast'",
+        ),
         (lambda m: SpeculativeConfig(exit_layer=0), "exit_layer must be a whole number of at least 1, got 0"),
         (lambda m: SpeculativeConfig(drafters="exit"), "drafters must be some of exit, .*, got 'exit'"),
         (lambda m: SpeculativeConfig(drafters=["early"]), "drafters must be some of"),
@@ -407,8 +411,14 @@ def test_logprobs_are_the_targets_whatever_drafted(speaker):
         (lambda m: SpeculativeConfig(policy="pld", drafters=["exit"]), "drafters are those of the policy adaptive"),
         (lambda m: SpeculativeConfig(exit_layer=2, drafters=["exit"]), "drafters are those of the policy adaptive"),
         (lambda m: SpeculativeConfig(drafters=5), "drafters must be some of"),
-        (lambda m: LLM(m, speculative=SpeculativeConfig(policy=["adaptive"])), "policy must be one of adaptive, .*, got"),
-        (lambda m: LLM(m, speculative=SpeculativeConfig(learn=5)), "learn must be True, False or a selfspec.learn.Learner, got 5"),
+        (
+            lambda m: LLM(m, speculative=SpeculativeConfig(policy=["adaptive"])),
+            "policy must be one of adaptive, .*, got",
+        ),
+        (
+            lambda m: LLM(m, speculative=SpeculativeConfig(learn=5)),
+            "learn must be True, False or a selfspec.learn.Learner, got 5",
+        ),
         (lambda m: LLM(m, exact="yes"), "exact must be True or False, got 'yes'"),
         (lambda m: LLM(m).engine(max_num_seqs=0), "max_num_seqs must be a whole number of at least 1, got 0"),
         (lambda m: LLM(m).engine().add_request("a", [5], {"n": 1}), "params must be a SamplingParams or None, got"),

@@ -19,7 +19,7 @@ from selfspec.kernels.pick import Subset, best_of, scored, to_token_ids
 from selfspec.loading.target import Target
 from selfspec.model.draft_vocabulary import Frequencies, default_size
 from selfspec.model.exit_heads import ExitHeads
-from tests.decoding.test_families import check_equals_generate
+from tests.decoding.test_greedy import check_equals_generate
 from tests.decoding.test_sampling import check_equals_plain
 from tests.helpers import Always, Run, decode, engine_of, generate, make_prompts, request, run
 from tests.models import build, tiny

@@ -7,7 +7,7 @@ import pytest
 from selfspec.core import LOOKUP, Draft, Plan, SamplingParams
 from selfspec.drafting import lookup
 from selfspec.drafting.lookup import TextLookup
-from tests.decoding.test_families import check_equals_generate
+from tests.decoding.test_greedy import check_equals_generate
 from tests.decoding.test_processors import PROCESSORS
 from tests.decoding.test_sampling import check_equals_plain
 from tests.helpers import Always, Run, Schedule, decode, engine_of, generate, make_prompts, request

@@ -22,7 +22,7 @@ from selfspec.kernels import pick
 from selfspec.kernels.gumbel import NoiseAhead, gumbel
 from selfspec.model.kv_cache import PackedRows
 from tests import models
-from tests.decoding.test_families import check_equals_generate
+from tests.decoding.test_greedy import check_equals_generate
 from tests.decoding.test_processors import PROCESSORS, check_processors
 from tests.decoding.test_sampling import check_equals_plain, check_law, tiny_vocabulary
 from tests.helpers import Always, Schedule, audit_cache, decode, make_prompts

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from selfspec.core import SamplingParams
-from tests.decoding.test_families import check_equals_generate
+from tests.decoding.test_greedy import check_equals_generate
 from tests.decoding.test_sampling import check_equals_plain
 from tests.helpers import (
     Adversary,

@@ -15,7 +15,7 @@ from selfspec.core import SamplingParams
 from selfspec.executors.cpu.shadow import MAX_SINGLE_THREAD
 from selfspec.executors.penalties import Penalty
 from selfspec.executors.picker import Picker, packed_params
-from selfspec.executors.shadow import over_shortlist, shadow_picks
+from selfspec.executors.shadow import by_torch, shadow_picks
 from selfspec.loading.target import Target
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.shortlist import NUM_TOP
@@ -138,7 +138,7 @@ def probed(stack, num_layers, ways, seed, spoil=None):
     if spoil is not None:
         hidden[0, 0, 3] = logits[0, 5] = spoil
     given = stack, range(1, 1 + num_layers), hidden, ways, positions, logits, judged, penalty
-    return in_one_call(*given), over_shortlist(*given)
+    return in_one_call(*given), by_torch(*given)
 
 
 @given(
@@ -190,7 +190,7 @@ def test_a_head_that_was_put_elsewhere_in_memory_is_followed():
     stack = Target(model, backend="compiled").stack
     given = stack, Picker(stack), (1, 2), torch.randn(2, 4, 32), SAMPLINGS, range(4)
     logits = stack.logits(torch.randn(4, 32))
-    wanted = shadow_picks(*given, logits, logits.argmax(-1), exact=True)
+    wanted = shadow_picks(*given, logits, logits.argmax(-1))
     model.lm_head.weight.data = model.lm_head.weight.data.t().contiguous().t()
     assert in_one_call(stack, *given[2:], logits, logits.argmax(-1)) is None
     found = shadow_picks(*given, logits, logits.argmax(-1))
@@ -207,7 +207,7 @@ def test_probes_with_exit_heads_go_through_them_in_a_compiled_call_too():
     stack.exit_heads = some_heads((1, 2), width=96)
     try:
         hits, sure = in_one_call(stack, *given)
-        wanted, wanted_sure = over_shortlist(stack, *given)
+        wanted, wanted_sure = by_torch(stack, *given)
     finally:
         stack.exit_heads = None
     torch.testing.assert_close(sure, wanted_sure, atol=1e-4, rtol=0)

@@ -1,40 +1,37 @@
-"""What calls of one target have seen: later ones go on with it, and it is written down for whoever asks."""
+"""Calls of one model continue with the policy of the call before, whose statistics are exported for others."""
 
 from __future__ import annotations
 
 import threading
-import time
 from contextlib import contextmanager
-from dataclasses import asdict, replace
 
-import numpy as np
 import pytest
 
-import eval.replay as replays
-from eval.replay import replay
+from selfspec import SamplingParams
 from selfspec.calibrate import profile
 from selfspec.control import registry
 from selfspec.control.acceptance import is_prior
 from selfspec.control.adaptive import Adaptive
-from selfspec.control.cost_table import Table
-from selfspec.control.plan import LOOKUP
-from tests.eval.replays import made_up_costs, trace_of
+from tests.control.rounds import costs as made_up_costs
+from tests.helpers import tokens_of
 from tests.models import build
 from tests.target import Target
 
-LAYERS = 8
 PROMPTS = ([5, 6, 7, 8] * 6, [9, 3, 4], [5, 6, 7, 8] * 6)
 
 
 class Counted(Adaptive):
-    """Counts how many were made, the rounds that they were told of, and threads that met another one inside."""
+    """Counts how many were made, the rounds that they were told of, and threads that met another one inside.
+
+    With `others`, a call inside a policy waits until as many threads are inside one, once.
+    """
 
     made: int = 0
     latest: Adaptive | None = None
     rounds: int = 0
     met: int = 0
     forgotten: int = 0
-    pause: float = 0.0  # inside
+    others: threading.Barrier | None = None
 
     def __init__(self, *given, **named):
         self.inside: list[int] = []
@@ -45,7 +42,8 @@ class Counted(Adaptive):
     @contextmanager
     def alone(self):
         self.inside.append(threading.get_ident())
-        time.sleep(Counted.pause)
+        if (others := Counted.others) is not None:
+            others.wait()
         yield
         Counted.met += len(set(self.inside)) > 1
         self.inside.remove(threading.get_ident())
@@ -71,7 +69,7 @@ class Counted(Adaptive):
 def target(monkeypatch):
     """A target whose costs are made up, in a program that counts its policies."""
     made = Target(build("llama"))
-    costs = made_up_costs(made.stack.num_layers)
+    costs = made_up_costs()
     monkeypatch.setattr(profile, "costs_of", lambda stack, batch_size: costs)
     monkeypatch.setattr(registry, "Adaptive", Counted)
     monkeypatch.setattr(Counted, "latest", None)
@@ -81,18 +79,18 @@ def target(monkeypatch):
 
 
 def tokens(target, prompt, **options):
-    [done] = target.generate([prompt], max_new_tokens=40, **options)
-    return done.tokens
+    [done] = target.generate([prompt], max_tokens=40, **options)
+    return done.token_ids
 
 
 def test_calls_go_on_with_one_policy_and_write_what_plain_decoding_does(target):
     for prompt in PROMPTS * 2:
         assert tokens(target, prompt) == tokens(target, prompt, policy="plain")
     assert Counted.made == 1 and Counted.forgotten == 2 * len(PROMPTS)
-    other = {"drafts": ["exit", "lookup"], "policy": "adaptive"}
+    other = {"drafters": ["exit", "lookup"], "policy": "adaptive"}
     for _ in range(2):
         done = [target.generate([*PROMPTS], **options) for options in ({"policy": "plain"}, {}, other)]
-        assert [[one.tokens for one in each] for each in done[1:]] == 2 * [[one.tokens for one in done[0]]]
+        assert [tokens_of(each) for each in done[1:]] == 2 * [[one.token_ids for one in done[0]]]
     assert Counted.made == 4  # of other drafts, and of all again, from what was seen meanwhile
     tokens(target, PROMPTS[0], **other)
     assert Counted.made == 4
@@ -106,24 +104,12 @@ def test_a_policy_of_other_costs_is_left_and_what_it_saw_is_kept(target, monkeyp
     tokens(target, PROMPTS[0])
     tokens(target, PROMPTS[1])
     seen = Counted.latest.state()
-    others = made_up_costs(target.stack.num_layers, rows=(1, 4, 8))
+    others = made_up_costs(slow_batch=4)
     monkeypatch.setattr(target, "costs", lambda *given, **named: others)
     made = []
     monkeypatch.setattr(registry, "Adaptive", lambda costs, prior, *more: made.append(prior) or Adaptive(costs, prior))
     tokens(target, PROMPTS[0])
     assert made == [seen]
-
-
-@pytest.mark.parametrize("bad", [{"burst": -1}, {"prefill": 3}])
-def test_a_call_that_is_refused_takes_nothing_away(target, bad):
-    tokens(target, PROMPTS[0])
-    before = target.prior
-    tokens(target, PROMPTS[2])
-    with pytest.raises((ValueError, TypeError)):
-        target.generate([PROMPTS[0]], **bad)
-    assert target.prior != before
-    tokens(target, PROMPTS[0])
-    assert Counted.made == 1
 
 
 def test_what_is_saved_is_all_that_was_seen(target, monkeypatch):
@@ -139,10 +125,10 @@ def test_what_is_saved_is_all_that_was_seen(target, monkeypatch):
     target.save_prior()
     target.prior = None
     tokens(target, PROMPTS[0])
-    under_way = target.stream([PROMPTS[0]], max_new_tokens=40)
+    under_way = target.llm().stream([PROMPTS[0]], SamplingParams(max_tokens=40))
     next(under_way)  # it has the policy to itself, but the first call after that was written down at once
     target.save_prior()
-    assert saved[:2] == [policy.state(), {"of": "somebody"}] and np.sum(saved[2]["misses"]) > 0
+    assert saved[:2] == [policy.state(), {"of": "somebody"}] and saved[2] not in saved[:2]
 
 
 @pytest.mark.parametrize("problem", [KeyboardInterrupt, ValueError])
@@ -168,18 +154,10 @@ def test_a_policy_that_was_interrupted_decides_no_more(target, monkeypatch, prob
     assert Counted.made == before + 1
 
 
-def test_what_a_call_has_seen_is_known_at_once(target):
-    before = None
+def test_the_policy_observes_every_round_of_a_call(target):
+    rounds = []
     for prompt in PROMPTS:
-        tokens(target, prompt)
-        assert target.prior is target.prior  # written once
-        assert target.prior != before and np.sum(target.prior["misses"]) > 0
-        before = target.prior
-    assert Counted.made == 1
-
-
-def test_the_policy_is_told_of_every_round_of_a_call(target):
-    rounds = [round_ for prompt in PROMPTS for round_ in target.stream([prompt], max_new_tokens=60, drafts=["exit"])]
+        target.generate([prompt], max_tokens=60, drafters=["exit"], on_round=rounds.append)
     assert Counted.rounds == sum(round_.plan is not None for round_ in rounds) > 60
 
 
@@ -195,35 +173,17 @@ def test_who_sets_statistics_has_the_next_call_start_from_them(target):
 
 def test_a_call_that_begins_while_another_is_under_way_has_a_policy_of_its_own(target):
     tokens(target, PROMPTS[0])
-    streams = [target.stream([prompt], max_new_tokens=40) for prompt in PROMPTS]
+    streams = [target.llm().stream([prompt], SamplingParams(max_tokens=40)) for prompt in PROMPTS]
     assert Counted.made == 3
     done = [[] for _ in streams]
-    for rounds in zip(*streams, strict=False):
-        for kept, round_ in zip(done, rounds, strict=True):
-            kept += [token for row in round_.rows for token in row.tokens]
-    assert done[1][:8] == tokens(target, PROMPTS[1])[:8]
+    for parts in zip(*streams, strict=False):
+        for kept, part in zip(done, parts, strict=True):
+            kept += part.outputs[0].token_ids
+    assert done[1] and done[1] == tokens(target, PROMPTS[1])[: len(done[1])]
     for stream in streams:
         stream.close()
     assert tokens(target, PROMPTS[2]) == tokens(target, PROMPTS[2], policy="plain")
     assert Counted.made == 3  # one of theirs goes on
-
-
-def test_an_engine_that_is_remembered_keeps_its_policy_to_itself(target):
-    engine = target_engine(target)
-    target.remember(engine)
-    tokens(target, PROMPTS[0])
-    assert Counted.made == 2
-    assert np.sum(engine.policy.state()["misses"]) < np.sum(target.prior["misses"])
-
-
-def target_engine(target):
-    from selfspec import Engine
-
-    engine = Engine(target)
-    engine.submit(PROMPTS[0], max_new_tokens=40)
-    for _ in engine.run():
-        pass
-    return engine
 
 
 def test_a_policy_that_a_caller_made_stays_theirs(target):
@@ -237,7 +197,7 @@ def test_a_policy_that_a_caller_made_stays_theirs(target):
 
 def test_what_a_copy_sees_is_its_own(target):
     tokens(target, PROMPTS[0])
-    copy = target.remembered.copy()
+    copy = target.policies.copy()
     before = copy.prior
     assert before == target.prior
     tokens(target, PROMPTS[1])
@@ -246,11 +206,10 @@ def test_what_a_copy_sees_is_its_own(target):
 
 def test_calls_in_several_threads_never_share_a_policy(target, monkeypatch):
     wanted, wrong = {i: tokens(target, PROMPTS[i], policy="plain") for i in range(3)}, []
-    monkeypatch.setattr(Counted, "pause", 1e-3)
-    begin = threading.Barrier(3)
+    meet = threading.Barrier(3, action=lambda: setattr(Counted, "others", None))
+    monkeypatch.setattr(Counted, "others", meet)
 
     def call(i):
-        begin.wait()
         for _ in range(4):
             if tokens(target, PROMPTS[i]) != wanted[i] or target.prior is None:
                 wrong.append(i)
@@ -260,73 +219,15 @@ def test_calls_in_several_threads_never_share_a_policy(target, monkeypatch):
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong and not Counted.met and Counted.made >= 2
-
-
-def looping(seed, size):
-    """A text that goes round in circles of so many tokens, and what layers would have said of it."""
-    rng = np.random.default_rng(seed)
-    hits = rng.random((LAYERS - 1, 96)) < 0.6
-    trace = trace_of(hits, rng.random(hits.shape, np.float32), rng, 24)
-    content = [3 + i % size for i in range(24 + 96)]
-    return replace(trace, prompt=tuple(content[:24]), tokens=tuple(content[24:]))
-
-
-def rounds_of(run):
-    """Plans, but for the last bits of what they come from, and what became of their rows."""
-    return [(rounded(asdict(round_.plan)), [row[1:] for row in round_.rows]) for round_ in run.rounds]
-
-
-def rounded(told):
-    if isinstance(told, dict):
-        return {name: rounded(one) for name, one in told.items()}
-    if isinstance(told, tuple):
-        return [rounded(one) for one in told]
-    return round(told, 9) if isinstance(told, float) else told
-
-
-@pytest.mark.parametrize("drafts", [["lookup"], ["exit", "lookup", "tree"]])
-def test_texts_of_calls_one_after_another_are_decoded_as_those_of_one_engine_are(drafts, monkeypatch):
-    """Rows of a later call have the numbers of earlier ones, and here their lengths, too."""
-    costs = made_up_costs(LAYERS)
-    first = Adaptive(costs, drafts=drafts)
-    replay([looping(9, 7)], first, costs)
-    traces = [looping(1, 5), looping(2, 1000), looping(3, 11), looping(4, 1000), looping(5, 3)]
-    at_once = rounds_of(replay(traces, Adaptive(costs, first.state(), drafts=drafts), costs))
-    policy, one_by_one = Adaptive(costs, first.state(), drafts=drafts), []
-    for trace in traces:
-        policy.forget_rows()
-        one_by_one += rounds_of(replay([trace], policy, costs))
-    assert one_by_one == at_once
-
-
-@pytest.mark.parametrize("drafts", [["lookup"], ["exit", "lookup"]])
-def test_batches_of_calls_one_after_another_are_decoded_as_if_their_rows_had_other_numbers(drafts, monkeypatch):
-    costs = replace(made_up_costs(LAYERS), ragged=Table.of({2: 1.0, 4: 1.0}))
-    batches = [[looping(10 * i + k, size) for k in range(4)] for i, size in enumerate((5, 1000, 3, 1000, 7))]
-    came, numbered = [], replays.SimulatedRow
-    for step in (0, 100):
-        policy, runs = Adaptive(costs, drafts=drafts), []
-        for i, batch in enumerate(batches):
-            first = i * step
-            monkeypatch.setattr(replays, "SimulatedRow", lambda at, *told, first=first: numbered(first + at, *told))
-            policy.forget_rows()
-            runs.append(rounds_of(replay(batch, policy, costs, 4)))
-        came.append(runs)
-    assert came[0] == came[1]
-    assert any(plan["exit_layer"] == LOOKUP for plan, _ in came[0][2])
+    assert not wrong and not Counted.met and Counted.made >= 3
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {"policy": "adaptive", "exit_layer": [1]},
-        {"policy": "adaptive", "num_draft_tokens": {}},
-        {"drafts": "exit"},
-        {"drafts": [["exit"]]},
-        {"drafts": 3},
+        {"drafters": [["exit"]]},
         {"policy": "adaptive", "exit_layer": 99},
-        {"policy": 3},
         {"policy": ["adaptive"]},
     ],
 )
