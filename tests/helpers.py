@@ -117,7 +117,7 @@ class Adversary(Schedule):
         self.dice, self.layers = random.Random(seed), range(1, num_layers)
         self.most_rounds, self.eager, self.copies = most_rounds, eager, copies
         self.seeds: list[tuple[Sequence, Any]] = []  # (sequence, shadow picks) of every probe of a prompt
-        self.shadows: list[tuple[RowRound, bool]] = []  # rows with shadow picks, and whether the probe was exact
+        self.shadows: list[tuple[RowRound, int, bool]] = []  # with shadow picks, from which position, whether exact
         self.planned: list[Sequence] = []
 
     def seed_layers(self, row: Sequence) -> tuple[int, ...]:
@@ -186,8 +186,8 @@ class Adversary(Schedule):
             columns = {len(line) for line in (*row.shadow.hits, *row.shadow.confidences)}
             assert row.shadow.layers == plan.shadow.layers and i in plan.shadow.rows
             assert len(columns) == 1 and max(columns) <= plan.shadow.max_columns
-            assert min(columns) >= min(row.num_accepted + 1, plan.shadow.max_columns)
-            self.shadows.append((row, plan.shadow.exact))
+            assert min(columns) >= min(row.num_chain_accepted + 1, plan.shadow.max_columns)
+            self.shadows.append((row, row.sequence.num_tokens - len(row.token_ids), plan.shadow.exact))
 
 
 # ------------------------------------------------------------------------------------------------------------- judges
@@ -291,11 +291,10 @@ def engine_of(
     Args:
         policy: default: plain decoding.
     """
-    if not isinstance(policy, Policy):
-        config = policy if isinstance(policy, SpeculativeConfig) else SpeculativeConfig(policy=policy)
-        policy = target.policy(config, max_num_seqs)
+    config = policy if isinstance(policy, SpeculativeConfig) else SpeculativeConfig(policy=policy)
+    made = target.policy(config, max_num_seqs)
     sizes = {"max_num_seqs": max_num_seqs, "max_num_cached_tokens": max_num_cached_tokens}
-    return LLMEngine(target.refresh(), policy, target.defaults, **sizes, **options)
+    return LLMEngine(target.refresh(), made, target.defaults, **sizes, **options)
 
 
 class Run:
@@ -326,15 +325,19 @@ class Run:
             self.audit(self.engine)
         return new
 
-    def finish(self, most_steps: int = 2000) -> Self:
-        """Step until nothing is left to do, and check what came of every request against its rounds."""
+    def finish(self, most_steps: int = 2000, check: bool = True) -> Self:
+        """Step until nothing is left to do, and check what came of every request against its rounds.
+
+        Args:
+            check: False for rows that an interrupt or error ended in the midst of a round.
+        """
         for _ in range(most_steps):
             if not self.engine.has_unfinished_requests():
                 break
             self.step()
         assert not self.engine.has_unfinished_requests(), "the engine makes no progress"
         assert self.engine.num_pages_in_use == 0 and not self.engine.running
-        for request_id in self.sequences:
+        for request_id in self.sequences if check else ():
             check_rounds(self, request_id)
         return self
 

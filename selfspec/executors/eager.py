@@ -102,9 +102,7 @@ class EagerExecutor(Executor):
         last = tensor_of(ends, device)
         if plan.exit_layer is None:
             return PackedDraft(last, last, [0] * len(rows)), None
-        # Copies of layers are for compiled code, whose layers have no branches.
-        rule = plan.alternatives if self.stack.compiled is None else None
-        plan = replace(plan, draft_bits=None, alternatives=rule)
+        plan = replace(plan, draft_bits=None)  # copies of layers are for compiled code
         starts = [
             DraftRow(row.pages, len(row.token_ids) - 1, n) for row, n in zip(rows, plan.draft_lengths, strict=True)
         ]

@@ -175,8 +175,9 @@ class Stack:
 
     @property
     def has_trees(self) -> bool:
-        """Whether drafts may be trees; in exact mode, sums would follow the order of their keys in memory."""
-        return not self.wide
+        """Whether drafts may be trees: not in compiled layers, nor in exact mode, where sums would follow the order of
+        their keys in memory."""
+        return not self.wide and self.compiled is None
 
     def agreed(self, value: Value) -> Value:
         """Rank 0's value on every rank of a tensor-parallel model; else `value`."""

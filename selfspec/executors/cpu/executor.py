@@ -127,8 +127,8 @@ class CompiledRounds:
 class CpuExecutor(Executor):
     """Runs plans by compiled code; it serves stacks whose layers are compiled. Picks equal the eager executor's.
 
-    One call runs a whole program, up to the number of rounds that its buffers hold. Rounds with a probe and rounds that
-    keep logits take one call each.
+    A plan's alternatives are left out. One call runs a whole plan, up to the number of rounds that its buffers hold.
+    Rounds with a probe and rounds that keep logits take one call each.
     """
 
     def __init__(
