@@ -163,11 +163,13 @@ def sampling_tensors(params: Sequence[SamplingParams], positions: Tensor) -> Sam
 
 
 def params_of(tensors: SamplingTensors) -> list[SamplingParams]:
-    """The inverse of `sampling_tensors`, on the host."""
-    columns = zip(*(one.tolist() for one in tensors[:4]), tensors.seeds.tolist(), strict=True)
+    """The inverse of `sampling_tensors`, on the host. Filters of greedy places and of empty slots are left out."""
+    lines = zip(*(one.tolist() for one in tensors[:5]), strict=True)
     return [
         SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-        for temperature, top_k, top_p, min_p, seed in columns
+        if temperature > 0
+        else SamplingParams(seed=seed)
+        for temperature, top_k, top_p, min_p, seed in lines
     ]
 
 

@@ -32,7 +32,7 @@ def with_runner(target, budget=1 << 40, max_rows=8, num_bytes=None, kernels=REFE
 
     `packing`: how fused layers, which the recordings then run, have their weights; None: they run the views.
     """
-    if target.engine == "compiled":  # it reads rows where no recording has them: on the host
+    if target.stack.engine == "compiled":  # it reads rows where no recording has them: on the host
         target.stack.compiled = None
     runner = target.stack.runner = runner_of(target.stack, kernels, Tape(num_bytes), budget, max_rows)
     target.stack.recorded = None if packing is None else FusedBody(target.stack.llama, runner.kernels, packing)

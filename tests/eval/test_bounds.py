@@ -17,7 +17,8 @@ from selfspec.control.costs import Copies, Costs, Table
 from selfspec.control.plan import Plain, Policy
 from selfspec.control.published.layerskip import Fixed
 from selfspec.core import DRAFTERS, LOOKUP, Plan
-from selfspec.drafting.prompt_lookup import Lookup, num_right
+from selfspec.drafting.lookup import TextLookup
+from selfspec.kernels.pick import num_accepted
 from tests.eval.replays import Dice, trace_of
 
 FEW = (0.0, 0.5, 0.9)
@@ -121,9 +122,9 @@ def fastest_schedule(trace, costs):
         options = [costs.plain_round(1, context) + rest(at + 1)]
         content = [*trace.prompt, *trace.tokens[:at]]
         for length in range(1, left):
-            guess = Lookup(content).draft(length).token_ids
+            guess = TextLookup(content).draft(length).token_ids
             if guess:
-                kept = num_right(guess, trace.tokens[at:])
+                kept = num_accepted(guess, trace.tokens[at:])
                 options.append(costs.round(LOOKUP, [length], context) + rest(at + kept + 1))
         for line in range(trace.num_layers - 1):
             for length in range(1, left):

@@ -7,6 +7,7 @@ import gc
 import json
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -164,13 +165,6 @@ def test_loading_errors_are_reported(source, offline, tmp_path):
         read(source if source.startswith("hf:") else str(tmp_path / source))
 
 
-@pytest.mark.parametrize("name", ["gsm8k", "hf:owner/set", "hf:owner/set:main:test", "own.parquet"])
-def test_only_file_names_are_relative_to_the_configuration(name, tmp_path):
-    (tmp_path / "own.yaml").write_text(f"questions: {name}")
-    found = config_of(RunConfig, tmp_path / "own.yaml").questions
-    assert found == (str(tmp_path / name) if name == "own.parquet" else name)
-
-
 def test_a_chat_template_formats_every_turn():
     class Chat:
         chat_template = "there is one"
@@ -191,3 +185,8 @@ def test_six_categories_of_eight_different_questions():
     assert len({question.turns for question in questions}) == 48
     lines = (FOLDER / "questions.jsonl").read_text("utf-8").splitlines()
     assert {tuple(json.loads(line)) for line in lines} == {("question_id", "category", "turns")}
+
+
+@pytest.mark.parametrize("name", ["run", "quick", "speedup"])
+def test_the_questions_of_a_configuration_lie_beside_it(name):
+    assert Path(config_of(RunConfig, FOLDER / f"{name}.yaml").questions).is_file()

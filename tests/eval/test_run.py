@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
-from pathlib import Path
 
 import pytest
 import yaml
 
 from eval import figures, records
 from eval.__main__ import main
-from eval.config import FOLDER, RunConfig, config_of
 from eval.decoders import Ours
 from eval.methods import file_name
 from eval.models import decode, open_llm, with_policy
@@ -341,13 +339,3 @@ def test_a_method_that_cannot_run_is_skipped_with_one_sentence(run, out, capsys)
     assert said.err.count("skipped: ") == 2 and "needs a GGUF file" in said.err
     assert "Skipped: llama.cpp needs a GGUF file" in said.out and summary(out)["complete"]
     assert [each["method"] for each in summary(out)["methods"]] == ["plain"]
-
-
-def test_every_key_is_a_flag_and_wins_over_the_file(config, tmp_path):
-    given = {"temperature": "0.5", "methods": ["plain", "adaptive"], "ignore_eos": True, "columns": ["turns=t"]}
-    made = config_of(RunConfig, config, given)
-    assert (made.temperature, made.methods, made.ignore_eos) == (0.5, ("plain", "adaptive"), True)
-    assert made.columns == {"turns": "t"} and made.max_new_tokens == 6 and made.output == "runs/tiny"
-    assert made.questions == str(tmp_path / "three.jsonl")
-    for shipped in ("run", "quick", "speedup"):
-        assert Path(config_of(RunConfig, FOLDER / f"{shipped}.yaml").questions).is_file()

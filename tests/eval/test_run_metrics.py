@@ -12,7 +12,7 @@ from eval.decoders import split_by_round
 from eval.metrics import METRICS, Group, figures
 from eval.summary import fastest_plain, harness_share
 from selfspec.core import RoundOutput, StageSeconds
-from selfspec.decoding.stats import SpecStats
+from selfspec.decoding.outputs import SpecStats
 
 
 def turn(sizes, steps, **known):

@@ -12,7 +12,7 @@ from eval.answers import Failure, Turn
 from eval.asking import Shared, ask_all, warm_up
 from eval.methods import file_name
 from eval.questions import Question
-from eval.records import FullError, RunFolder, append_line, by_question, read_lines, write_file
+from eval.records import FullError, RunFolder, append_line, read_lines, write_file
 
 METHODS = ("plain", "fixed:2,3")
 QUESTIONS = [Question(i, "kind", ("ab",)) for i in range(3)]
@@ -146,12 +146,6 @@ def test_a_warm_up_that_times_out_is_not_tried_again():
     slow, fine = Repeats("plain", 0), Repeats("fixed:2,3")
     warm_up([slow, fine], QUESTIONS[0], Shared(Letters(), 16, 4, 0), 3)
     assert (len(slow.asked), len(fine.asked)) == (1, 3)
-
-
-def test_of_duplicate_answers_the_last_counts():
-    assert by_question([{"question_id": 1, "a": 1}, {"question_id": 1, "a": 2}]) == {1: {"question_id": 1, "a": 2}}
-    error = {"kind": "error", "method": "m", "question_id": 1}
-    assert by_question([error]) == {("m", 1): error}
 
 
 def test_names_become_file_names():

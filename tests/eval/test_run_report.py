@@ -9,7 +9,6 @@ from html.parser import HTMLParser
 import pytest
 import yaml
 
-from eval import figures
 from eval.__main__ import main
 from eval.answers import Turn, choice_of
 from eval.figures import table
@@ -119,14 +118,6 @@ def test_data_are_escaped(tmp_path):
     page = (tmp_path / "report.html").read_text("utf-8")
     assert "<script" not in page and "&lt;script&gt;" in page and "<title>Run report: &lt;b&gt;" in page
     assert Page(page).open == []
-
-
-def test_without_matplotlib_the_report_says_so(tmp_path, monkeypatch):
-    def absent(summary):
-        raise ImportError
-
-    monkeypatch.setattr(figures, "speedup_by_category", absent)
-    assert "pip install matplotlib" in publish(tmp_path, made())
 
 
 def test_numbers_in_tables_are_aligned_to_the_right():

@@ -18,7 +18,7 @@ a_row = st.one_of(
     st.none(),  # an empty slot
     st.tuples(st.lists(st.tuples(token, token), max_size=5), token, st.integers(1, 9), st.sets(token, max_size=2)),
 )
-REASONS = {None: 0, "eos": ENDED_BY_EOS, "length": ENDED_BY_LENGTH}
+REASONS = {None: 0, "stop": ENDED_BY_EOS, "length": ENDED_BY_LENGTH}
 
 
 @pytest.mark.parametrize("accept", [reference.accept, fused_accept.accept])

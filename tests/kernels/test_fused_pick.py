@@ -51,8 +51,11 @@ def test_how_rows_pick_is_the_same_on_the_host_and_in_tensors():
         SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=1 << 62),
     ]
     tensors = sampling_tensors(rows, torch.tensor([4, 9]))
-    assert params_of(tensors) == rows and tensors.sampled and tensors.filtered
+    assert [(one.filters, one.seed) for one in params_of(tensors)] == [(one.filters, one.seed) for one in rows]
+    assert tensors.sampled and tensors.filtered
     assert not sampling_tensors(rows[1:], torch.tensor([4])).sampled
+    empty = tensors._replace(**{name: 0 * getattr(tensors, name) for name in tensors._fields[:6]})
+    assert all(one.is_greedy for one in params_of(empty)), "slots without a row are all zeros"
 
 
 def test_a_vocabulary_of_several_blocks():
