@@ -46,6 +46,10 @@ def thrown(model, seed=0, **options):
     return LLM(model, speculative=SpeculativeConfig(policy=Schedule(seed, model.config.num_hidden_layers)), **options)
 
 
+def configured(model, **options):
+    return LLM(model, speculative=SpeculativeConfig(**options))
+
+
 def tokens_of(outputs):
     return [[one.token_ids for one in output.outputs] for output in outputs]
 
