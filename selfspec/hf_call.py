@@ -1,4 +1,4 @@
-"""One call of transformers' `model.generate`, told in our words: rows without padding, and what comes out of them."""
+"""One call of transformers' `model.generate`: its rows without padding as requests, and what `generate` returns."""
 
 from __future__ import annotations
 
@@ -93,13 +93,13 @@ class Call:
         padded = [[*row[first:width], *[self.pad] * (width - max(first, len(row)))] for row in tokens]
         return torch.tensor(padded, dtype=torch.int64)
 
-    def output(self, completions: abc.Sequence[Sequence]) -> Any:
-        new = self.columns([c.completion_token_ids for c in completions], range(len(completions))).to(self.input_ids)
+    def output(self, rows: abc.Sequence[Sequence]) -> Any:
+        new = self.columns([c.completion_token_ids for c in rows], range(len(rows))).to(self.input_ids)
         made: dict[str, Any] = {"sequences": torch.cat([self.input_ids, new], 1)}
         for name in ("scores", "logits"):
             if self.config.return_dict_in_generate and getattr(self.config, f"output_{name}"):
-                rows = pad_sequence([torch.stack(getattr(c, name)) for c in completions], batch_first=True)
-                made[name] = rows[:, : new.shape[1]].to(self.input_ids.device).unbind(1)
+                padded = pad_sequence([torch.stack(getattr(c, name)) for c in rows], batch_first=True)
+                made[name] = padded[:, : new.shape[1]].to(self.input_ids.device).unbind(1)
         return GenerateDecoderOnlyOutput(**made) if self.config.return_dict_in_generate else made["sequences"]
 
 

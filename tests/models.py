@@ -8,8 +8,8 @@ from functools import cache
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from selfspec.loading.target import Target
 from selfspec.model.exit_heads import ExitHeads
+from tests.target import Target
 
 EOS = 2
 SMALL = {

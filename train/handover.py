@@ -80,7 +80,7 @@ def pack(model: str, archive: Path, part_bytes: int, dtype: str) -> list[Path]:
     """Write a model and its tokenizer into an archive in parts of at most `part_bytes`; return the parts.
 
     Args:
-        model: what `selfspec.hub.open_model` opens, such as smollm2 or a .gguf file.
+        model: what `selfspec.loading.hub.open_model` opens, such as smollm2 or a .gguf file.
         dtype: of the written weights. Dequantised weights in float16 differ by at most 1 part in 2048.
 
     Raises:

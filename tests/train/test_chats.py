@@ -189,7 +189,7 @@ def test_a_batch_of_any_lengths_continues_each_prompt_as_alone_and_as_the_engine
     assert mixed[0] == alone[0] and mixed[1] != alone[1]
     engine = load(str(base))
     for prompt, temperature, seed, tokens in zip(prompts, warm, [3, 4, 5], mixed, strict=True):
-        options = {"max_new_tokens": 9, "temperature": temperature, "seed": seed, "generation_config": False}
+        options = {"max_tokens": 9, "temperature": temperature, "seed": seed, "generation_config": False}
         assert engine.generate([prompt], policy="plain", **options)[0].token_ids == tokens
     end = alone[1][3]
     assert continue_prompts(model, prompts, 9, ends=[end])[1] == alone[1][: alone[1].index(end) + 1]
