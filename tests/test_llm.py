@@ -572,3 +572,13 @@ def test_an_engine_refuses_what_is_out_of_range_and_goes_on(model):
     run.add([8], SamplingParams(max_tokens=3))
     run.finish(check=False)
     assert {*run.sequences} == {"a", "0"}
+
+
+def test_what_was_learned_outlives_a_call_that_could_not_begin(model):
+    llm = LLM(model)
+    llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8))
+    kept = llm.target.policies._idle
+    llm.speculative = SpeculativeConfig(corpus="no such file")
+    with pytest.raises(OSError, match="no such file"):
+        llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8))
+    assert kept is not None and llm.target.policies._idle == kept

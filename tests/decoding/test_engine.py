@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
+from contextlib import suppress
 
 import pytest
 
@@ -272,3 +274,57 @@ def test_tokens_that_were_decoded_beyond_an_end_of_text_are_counted():
     rounds = rounds_of([block[at]])
     assert [round_.num_wasted for round_ in rounds] == [0] * (len(rounds) - 1) + [len(block) - at - 1]
     assert rounds[-1].rows[0].token_ids == block[: at + 1]
+
+
+def test_a_complete_request_with_an_empty_prompt_is_refused(target):
+    with pytest.raises(ValueError, match="prompt is empty"):
+        engine_of(target).add_request("a", request([]))
+
+
+def test_an_abort_that_came_too_late_leaves_a_later_request_of_the_same_name_alone(target):
+    class Late(Always):
+        def observe(self, plan, rounds):
+            if rounds[-1].rows[0].finish_reason is not None:
+                engine.abort("a")  # its end is not reported yet
+
+    engine, [prompt] = engine_of(target, Late(None, 0)), make_prompts([5])
+    for _ in range(2):
+        engine.add_request("a", prompt, params(3))
+        outputs = []
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+        assert [one.outputs[0].finish_reason for one in outputs if one.finished] == ["length"]
+
+
+class Interrupt:
+    """A profiler that interrupts the engine where the interpreter looks for signals, at one of those places."""
+
+    def __init__(self, at):
+        self.left = at
+
+    def __call__(self, frame, event, argument):
+        if event in ("call", "c_return") and frame.f_code.co_filename.endswith(("decoding/engine.py", "stopping.py")):
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_requests_are_aborted_loses_none_of_them(target):
+    """Each ends once, and all pages are free."""
+    prompts, at = make_prompts([5, 6, 7]), 0
+    interrupt = Interrupt(0)
+    while interrupt.left <= 0:  # until there are not so many places
+        at += 1
+        run = run_of(target, prompts, 9, max_num_seqs=2)
+        run.step()
+        for request_id in ("0", "1", "2"):
+            run.engine.abort(request_id)
+        interrupt = Interrupt(at)
+        sys.setprofile(interrupt)
+        try:
+            with suppress(KeyboardInterrupt):
+                run.engine._drop_finished()
+        finally:
+            sys.setprofile(None)
+        assert [one.finish_reason for one in run.finish(check=False).outputs] == ["abort"] * 3
+    assert at > 10

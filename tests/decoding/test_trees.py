@@ -32,6 +32,8 @@ def test_alternatives_change_no_token_of_any_family(family):
     assert tokens_of(done) == [generate(target.model, prompt, 20) for prompt in prompts]
     assert True in {row.alternative for row in policy.rows}
     assert sum(one.stats.num_branch_tokens for one in done) > 0
+    drafted = sum(len(row.drafted) + row.num_branch_tokens for row in policy.rows)
+    assert sum(one.stats.num_draft_tokens for one in done) == drafted
 
 
 @st.composite
