@@ -138,14 +138,16 @@ class SamplingParams:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def processors(self) -> tuple[LogitsProcessor, ...]:
         given = self.logits_processors
         if given is None:
             return ()
-        return tuple(given) if isinstance(given, list | tuple) else (given,)  # type: ignore[arg-type]
+        return (given,) if callable(given) else tuple(given)
 
     @property
     def is_greedy(self) -> bool:

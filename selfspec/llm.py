@@ -25,6 +25,7 @@ from selfspec.learn import Learner
 from selfspec.loading.hub import open_target
 from selfspec.loading.target import Target
 from selfspec.model.exit_heads import ExitHeads
+from selfspec.model.stack import Stack
 
 Message = Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -215,17 +216,17 @@ class LLM:
         """
         most = self.max_num_seqs if max_num_seqs is None else whole("max_num_seqs", max_num_seqs, 1)
         sizes: dict[str, Any] = {"max_num_cached_tokens": max_num_cached_tokens, "prefill_chunk": prefill_chunk}
-        return self._engine(most, **sizes, max_step_seconds=max_step_seconds, prefix_cache=self.prefix_cache)
+        sizes |= {"max_step_seconds": max_step_seconds, "prefix_cache": self.prefix_cache}
+        return self._engine(self.target.refresh(self.exact), most, **sizes)
 
     def keep_statistics(self, engine: LLMEngine) -> None:
         """Let later calls and engines start from what the policy of a running engine has learned of acceptance."""
         self.target.policies.learn_from(engine.policy)
 
-    def _engine(self, max_num_seqs: int, **options: Any) -> LLMEngine:
+    def _engine(self, stack: Stack, max_num_seqs: int, **options: Any) -> LLMEngine:
         """An engine with this LLM's policy, corpus, responses and learner."""
         config, target = self.speculative, self.target
-        stack = target.refresh(self.exact)
-        learner = target.learner_of(config)
+        learner = target.learner_of(config)  # first, since it may change the exit heads, and so the policy
         return LLMEngine(
             stack,
             target.policy(config, max_num_seqs, self.exact),
@@ -252,6 +253,7 @@ class LLM:
         engine: LLMEngine | None = None
         try:
             engine = self._engine(
+                stack,
                 batch,
                 max_num_cached_tokens=batch * longest,
                 max_step_seconds=max_step_seconds,

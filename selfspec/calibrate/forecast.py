@@ -20,13 +20,13 @@ class Choice:
     batch_size: int
     exit_layer: int
     acceptance: float
-    num_draft_tokens: int
+    num_speculative_tokens: int
     speedup: float  # of expected tokens per second, over plain decoding
 
 
-def expected_tokens(acceptance: float, num_draft_tokens: int) -> float:
+def expected_tokens(acceptance: float, num_speculative_tokens: int) -> float:
     """Tokens per round when every drafted token is right with one probability (arXiv 2211.17192): 1 + a + a^2 + ..."""
-    return sum(acceptance**i for i in range(num_draft_tokens + 1))
+    return sum(acceptance**i for i in range(num_speculative_tokens + 1))
 
 
 def choose(costs: Costs, batch_size: int, exit_layer: int, acceptance: float) -> Choice:

@@ -17,7 +17,6 @@ from selfspec.calibrate.readings import Readings, low
 from selfspec.calibrate.recorded import measure_recorded
 from selfspec.calibrate.timed_rounds import FURTHER, SHADOW_POSITIONS, TimedRounds, shadow_seconds
 from selfspec.control.costs import CONTEXT, Costs
-from selfspec.control.plan import NUM_BINS, Alternatives
 from selfspec.core import LOOKUP, Plan, SamplingParams
 from selfspec.executors.cuda.capture import CannotCapture
 from selfspec.model.stack import Stack
@@ -27,20 +26,19 @@ _log = logging.getLogger("selfspec")
 QUICK_SECONDS = 1.5  # time limit of a measurement at first use; slow models exceed it
 REPEATS = 7
 LEAST_READINGS = 3  # of every piece, however long that takes
-TOLD = 2.0  # seconds: a measurement that will take longer is told in a log line
+LOGGED = 2.0  # seconds: a measurement that will take longer writes a log line
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 18, 32, 64)  # tokens per row of a verification
 HEAD_TOKENS = (32, 128)  # numbers of tokens that rounds do not reach
 # For several rows: tokens per row, and the maximum in all. Matrix products have steps of 16 tokens; with even widths,
 # batches of up to 8 rows would be measured at full steps only.
 BATCH_WIDTHS, MOST = (1, 2, 3, 5, 9, 18, 32), 288
-BRANCHES = (0, 1, 3, 7)  # second choices
 RAGGED_EVERY, RAGGED_WIDTH = 4, 9  # in a ragged verification every fourth row has so many tokens, the others have one
 LONG_CONTEXT, LONG_WIDTH = 512, 8  # cached tokens, and tokens per row of a verification with them
 LONGER = (64, 128)  # additional cached tokens per row of a batch; the last also for every second row only
 LONGER_WIDTH = 3  # tokens per row of a verification with these
 STEPS = 4  # early passes of a timed round
 FAST = 3e-3  # seconds of a forward below which the overhead of single calls matters
-THIN_WIDTHS, THIN_HEADS, THIN_BRANCHES = (1, 2, 4, 8), (16, 128), (0, 3)  # the points of a slow model with a time limit
+THIN_WIDTHS, THIN_HEADS = (1, 2, 4, 8), (16, 128)  # the points of a slow model with a time limit
 THIN_BATCH_WIDTHS = (1, 2, 8)  # the same of several rows; batch sizes between the second and the last are left out
 MANY_FORWARDS = 200  # a model is slow where so many forwards exceed the time limit
 PER_PROBE = 3  # forwards of a probe, about
@@ -88,7 +86,7 @@ def measure(
             # Probably another process was running. Since profiles are kept, a second measurement is worth its time.
             report("these figures are inconsistent; measuring again")
             longer = None if within is None else 2 * within
-            costs = _Measurement(stack, sizes, widths, counts).costs(max(3, repeats), longer, is_told=True)
+            costs = _Measurement(stack, sizes, widths, counts).costs(max(3, repeats), longer, is_logged=True)
         return stack.agreed(costs)
 
 
@@ -119,14 +117,14 @@ class _Measurement:
         self.long = max(self.base, min(LONG_CONTEXT, limit - 2 * widest))
         self.widths = [w for w in sorted({1, *widths}) if self.base + w <= limit]
         self.steps = min(STEPS, limit - self.base)
-        room = self.base + max(widest, 2 * max(BRANCHES) + 2, LONGER[-1] + LONGER_WIDTH)
-        self.timed = TimedRounds(stack, max(batch_sizes), room, self.long + LONG_WIDTH)
+        longest = self.base + max(widest, LONGER[-1] + LONGER_WIDTH)
+        self.timed = TimedRounds(stack, max(batch_sizes), longest, self.long + LONG_WIDTH)
         self.picker, self.given, self.now = self.timed.picker, self.timed.given, self.timed.now
         self.readings = Readings(counts)
         self.engines = EngineOverhead(stack, self.now)
         self.keeps = self.thin = self.is_fast = False
 
-    def costs(self, repeats: int, within: float | None, is_told: bool = False) -> Costs:
+    def costs(self, repeats: int, within: float | None, is_logged: bool = False) -> Costs:
         self.plain(1, self.base, "plain")
         start = self.now()
         self.plain(1, self.base, "plain")
@@ -140,7 +138,7 @@ class _Measurement:
         probes, turn = list(self.probes()), (True,) if self.thin or self.has_calls else (False, True, True)
         least = -(-LEAST_READINGS // sum(turn))
         expected = min(least, repeats) * len(turn) * len(probes) * PER_PROBE * forward
-        if expected > TOLD and not is_told:
+        if expected > LOGGED and not is_logged:
             _log.warning("measuring what decoding costs on this machine, about %.0f s, once ...", expected)
         for repeat in range(repeats):
             late = repeat >= least and within is not None and (self.now() - start) * (repeat + 1) / repeat > within
@@ -172,9 +170,6 @@ class _Measurement:
                 yield from (partial(self.copied, rows, exit_layer) for exit_layer in early)
             if rows > 1 and self.base + RAGGED_WIDTH <= self.stack.context_limit:
                 yield partial(self.ragged, rows)
-        if self.base + 2 * max(BRANCHES) + 2 <= self.stack.context_limit:
-            branches = THIN_BRANCHES if self.thin else BRANCHES
-            yield from (partial(self.branches, max(branches), more) for more in branches)
         yield partial(self.plain, 1, self.long, "long")
         if LONG_WIDTH in self.widths:
             yield partial(self.round, 1, self.middle, LONG_WIDTH, "long late", self.long)
@@ -254,14 +249,6 @@ class _Measurement:
                 self.keep("copied later", rows, exit_layer, one)
             for one in laps["head"][:-1]:
                 self.keep("copied head", 1, rows, one)
-
-    def branches(self, drafted: int, more: int) -> None:
-        """Time the last early pass of a draft with `more` second choices."""
-        rule = Alternatives((0.5,) * NUM_BINS, (1.0,) * NUM_BINS, 0.0, more)
-        plan = Plan(self.middle, (drafted,), keep_confidence=True, alternatives=rule if more else None)
-        single, *warm = self.laps(1, plan)
-        for laps in warm or [single]:
-            self.keep("wide", 1, 1 + more, laps["draft"][-1])
 
     def ragged(self, rows: int) -> None:
         """Time a verification by all layers in which few rows have many tokens and the others one."""

@@ -19,8 +19,7 @@ import torch
 import transformers
 
 from selfspec.calibrate.measure import measure
-from selfspec.control.cost_table import Copies, Table
-from selfspec.control.costs import Costs
+from selfspec.control.costs import Copies, Costs, Table
 from selfspec.files import write_whole
 from selfspec.kernels.places import cache_folder, say_unkept
 from selfspec.model.exact import ExactStack
@@ -28,7 +27,7 @@ from selfspec.model.fingerprint import device_name, heads_of, shape_of, weights_
 from selfspec.model.stack import Stack
 from selfspec.version import __version__
 
-SCHEMA = 22  # version of costs files; files of other versions are not read
+SCHEMA = 23  # version of costs files; files of other versions are not read
 PRIOR_SCHEMA = 2  # version of prior files
 STORED = "selfspec-prior.json"  # in a model's folder
 MOST_ROWS = 32  # largest batch measured at first use; tables extrapolate beyond

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from selfspec.control.cost_table import Copies, Table
-from selfspec.control.costs import Costs
+from selfspec.control.costs import Copies, Costs, Table
 from selfspec.core import LOOKUP
 
 LOW = 1 / 8  # the quantile of `low`
@@ -69,7 +68,6 @@ class Readings:
             pick=Table.of(self.typical("pick")[1]),
             rest=self._rest(),
             short=Table.of(self.typical("short")[1]),
-            wide=Table.of(wide[1]) if (wide := self.typical("wide")) else None,
             copies=self._copies(),
             plain_head=Table.of(heads[1]) if (heads := self.typical("plain head")) else None,
             **reading,

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from selfspec.calibrate.readings import MANY, TICK
 from selfspec.calibrate.timed_rounds import SHADOW_POSITIONS, shadow_seconds
-from selfspec.control.cost_table import Table
-from selfspec.control.costs import CONTEXT, Costs
+from selfspec.control.costs import CONTEXT, Costs, Table
 from selfspec.core import Plan
 from selfspec.executors.cuda.capture import Body, CannotCapture, Recording
 from selfspec.executors.cuda.round_inputs import RoundRow

@@ -55,7 +55,7 @@ def seen(choices: Sequence[Choice]) -> Titled:
     """The best plan for each batch size."""
     table = _table("rows", ["exit layer", "right", "speedup"])
     for choice in choices:
-        facts = (str(choice.exit_layer), f"{choice.acceptance:.0%}") if choice.num_draft_tokens else ("", "")
+        facts = (str(choice.exit_layer), f"{choice.acceptance:.0%}") if choice.num_speculative_tokens else ("", "")
         table.add_row(str(choice.batch_size), *facts, _gain(choice))
     return "The best of them, by how often drafts of this very model were right so far", table
 
@@ -69,9 +69,9 @@ def _table(first: str, columns: Sequence[object]) -> Table:
 
 
 def _gain(choice: Choice) -> Text:
-    if not choice.num_draft_tokens:
+    if not choice.num_speculative_tokens:
         return Text("plain", "dim")
-    return Text(f"{choice.speedup:.2f}x @{choice.num_draft_tokens:>2}", "green" if choice.speedup >= 1.1 else "")
+    return Text(f"{choice.speedup:.2f}x @{choice.num_speculative_tokens:>2}", "green" if choice.speedup >= 1.1 else "")
 
 
 def _ms(seconds: float) -> str:

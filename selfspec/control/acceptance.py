@@ -1,4 +1,4 @@
-"""Acceptance rates: by exit layer and confidence, of 4-bit copies of the layers, and of second choices.
+"""Acceptance rates: by exit layer and confidence, and of 4-bit copies of the layers.
 
 They are decayed counts of judged tokens (`Decayed`). An estimate from few counts is shrunk towards one from more
 counts: recent counts towards lasting ones, those towards a fitted curve, one layer towards all layers, all of them
@@ -8,15 +8,19 @@ towards a prior. A layer without observations has the prior's estimates.
 from __future__ import annotations
 
 import math
+from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from selfspec.control.decay import Decayed, Floats, TokenClock
-from selfspec.control.plan import CONFIDENCE_EDGES, NUM_BINS, Alternatives, confidence_bin
+from selfspec.control.plan import CONFIDENCE_EDGES, NUM_BINS
 from selfspec.core import ShadowPicks
+
+Floats = NDArray[np.float64]
+MAX_HALF_LIVES = 32  # between two rescalings of counts, so that weights do not overflow
 
 RECENT, LASTING, OVERALL = 20.0, 100.0, 2000.0  # half-lives of a layer's counts, in tokens emitted per row
 LASTING_WEIGHT, CURVE_WEIGHT = 8.0, 20.0  # pseudo-observations of the lasting rates and of the curve
@@ -35,17 +39,53 @@ AGREEMENT_KNOWN = 40.0  # expected tokens from which on agreement counts as meas
 GOOD_AGREEMENT = 0.9  # agreement from which on rejected tokens of a copy count as misses of the layer
 AGREEMENT_PRIOR_SIZE = 100.0  # expected tokens of a prior
 
-SECOND_EDGES = (0.35, 0.6)  # bounds between the groups of confidences of first choices
-SECOND_PRIOR, SECOND_WEIGHT = (0.2, 0.35, 0.5), 8.0  # prior rates of second choices, and their pseudo-observations
-SECOND_HALF_LIFE = 200.0  # emitted tokens per row
-
 _edges = np.array([0.05, *CONFIDENCE_EDGES, 0.9995])
 _centres = (_edges[1:] + _edges[:-1]) / 2
 LOG_ODDS = np.log(_centres / (1 - _centres))  # [NUM_BINS]
 _POWERS = np.stack((LOG_ODDS**0, LOG_ODDS, LOG_ODDS**2), 1)
 _VARIANCE = np.array(CURVE_VARIANCE)[:, None]
 _RIDGE = np.array((1 / CURVE_VARIANCE[0], 0.0, 1 / CURVE_VARIANCE[1]))[:, None]
-_SECOND_GROUPS = [bisect_right(SECOND_EDGES, edge) for edge in (0.0, *CONFIDENCE_EDGES)]  # of every confidence bin
+
+
+class TokenClock:
+    """The clock of decayed counts: tokens emitted per row."""
+
+    def __init__(self) -> None:
+        self.tokens = 0.0
+
+
+class Decayed:
+    """Counts in which an observation weighs half after `half_life` tokens.
+
+    Instead of decaying all counts at every token, later observations are added with a larger weight. Reading rescales.
+    """
+
+    def __init__(self, shape: tuple[int, ...], half_life: float, clock: TokenClock) -> None:
+        self.cells = array("d", bytes(8 * math.prod(shape)))
+        """The counts, flat and not rescaled. An observation is added to them times `weight`."""
+        self._counts: Floats = np.frombuffer(self.cells).reshape(shape)
+        self._half_life, self._clock, self._at = half_life, clock, clock.tokens
+
+    @property
+    def weight(self) -> float:
+        """The weight in `cells` of an observation made now."""
+        half_lives = (self._clock.tokens - self._at) / self._half_life
+        if half_lives > MAX_HALF_LIVES:
+            self.now()
+            return 1.0
+        return math.exp2(half_lives)
+
+    def add(self, cell: int, amount: float) -> None:
+        """Add an observation made now."""
+        weight = self.weight  # first, since it may rescale the cells
+        self.cells[cell] += weight * amount
+
+    def now(self) -> Floats:
+        """The counts, rescaled so that an observation made now is 1: a view that is valid until the clock advances."""
+        if self._at != self._clock.tokens:
+            self._counts *= 2.0 ** ((self._at - self._clock.tokens) / self._half_life)
+            self._at = self._clock.tokens
+        return self._counts
 
 
 class Tracker:
@@ -219,50 +259,6 @@ class Agreement:
         """The counts as plain numbers, for the `prior` of a later instance."""
         accepted, expected = self._kept.now().round(2).tolist()
         return [accepted, expected]
-
-
-class SecondRates:
-    """Acceptance rate of a layer's second choice after its first was rejected, by confidence of the first choice.
-
-    The counts of a layer are shrunk towards those of all layers.
-    """
-
-    def __init__(self, num_layers: int) -> None:
-        self._clock = TokenClock()
-        # [layers, 2, groups]: accepted and all second choices; index 0 is the sum over all layers
-        self._kept = Decayed((num_layers, 2, len(SECOND_PRIOR)), SECOND_HALF_LIFE, self._clock)
-
-    def pass_time(self, tokens: float) -> None:
-        """Decay all counts by `tokens` emitted tokens per row."""
-        self._clock.tokens += tokens
-
-    def add(self, layer: int, confidence: float, is_right: bool) -> None:
-        """Count a judged second choice; `confidence` is that of the first choice."""
-        counts, group = self._kept.now(), bisect_right(SECOND_EDGES, confidence)
-        for line in (0, layer):
-            counts[line, :, group] += (is_right, 1.0)
-
-    def of(self, layer: int) -> tuple[float, ...]:
-        """The rate by confidence bin of the first choice."""
-        counts, rates = self._kept.now(), np.array(SECOND_PRIOR)
-        for right, seen in (counts[0], counts[layer]):
-            rates = (right + SECOND_WEIGHT * rates) / (seen + SECOND_WEIGHT)
-        by_group = rates.tolist()
-        return tuple([by_group[group] for group in _SECOND_GROUPS])
-
-
-def likely_seconds(rule: Alternatives, confidences: Sequence[float], most: int) -> list[int]:
-    """The draft positions, from 0 and ascending, at which to draft the second choice: the `most` most probable ones."""
-    offers, survival = [], 1.0
-    for at, confidence in enumerate(confidences):
-        column = confidence_bin(confidence)
-        offers.append((survival * (1 - rule.right[column]) * rule.second[column], -at))
-        survival *= rule.right[column]
-    offers.sort(reverse=True)
-    found = [(chance, -at) for chance, at in offers[: max(0, most)] if chance > rule.least]
-    if sum(chance - rule.least for chance, _ in found) <= rule.enough:
-        return []
-    return sorted(at for _, at in found)
 
 
 def read_prior(given: Any, num_layers: int) -> Floats:

@@ -5,8 +5,8 @@ goodput as the objective (SmartSpec, arXiv 2406.14066; Synergy, arXiv 2310.18813
 arXiv 2405.19715), draft lengths for ragged batches (DSDE, arXiv 2509.01083), and prompt lookup by its acceptance rate.
 
 A decision chooses how layers draft (`planner`) and how many tokens are drafted by lookup after a match of each length
-(`ngrams`). It holds for all rounds until the next decision. `schedule` says when to decide and when to probe layers;
-`correction` corrects predicted times and forecast tokens by measured ones.
+(`ngrams`). It holds for all rounds until the next decision. `timing` says when to decide and when to probe layers, and
+corrects predicted times and forecast tokens by measured ones.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from __future__ import annotations
 from collections import abc
 from typing import TYPE_CHECKING, Any
 
-from selfspec.control.acceptance import Agreement, SecondRates, Tracker
-from selfspec.control.correction import BY_COPIES, BY_EXIT, BY_LOOKUP, Correction, ForecastRatio, kind_of
+from selfspec.control.acceptance import Agreement, TokenClock, Tracker
 from selfspec.control.costs import Costs
-from selfspec.control.decay import TokenClock
 from selfspec.control.ngrams import NgramStats, table
 from selfspec.control.plan import (
     OWN_TEXT,
@@ -30,7 +28,7 @@ from selfspec.control.plan import (
 )
 from selfspec.control.planner import HANDICAP, MARGIN, Decision, Evidence, could_pay, decide
 from selfspec.control.round_costs import MOST, MOST_FOUND, Drafters, RoundCosts, recorded_exits
-from selfspec.control.schedule import Schedule
+from selfspec.control.timing import BY_COPIES, BY_EXIT, BY_LOOKUP, Correction, ForecastRatio, Schedule, kind_of
 from selfspec.core import DRAFTERS, LOOKUP, Plan, RoundOutput, RowRound, Sequence, ShadowPicks
 
 if TYPE_CHECKING:
@@ -49,7 +47,7 @@ class Adaptive(Policy):
         prior: the `state` of an earlier instance for the same model.
         exit_layers: exit layers to choose from; default: all, or `recorded_exits` where rounds are recorded.
         most: maximum draft length; default: no limit beyond `MOST` and `MOST_FOUND`.
-        drafts: sources of drafts, some of `DRAFTERS`.
+        drafters: where drafts may come from, some of `DRAFTERS`.
     """
 
     def __init__(
@@ -58,20 +56,19 @@ class Adaptive(Policy):
         prior: Any = None,
         exit_layers: abc.Sequence[int] | None = None,
         most: int | None = None,
-        drafts: abc.Sequence[str] = DRAFTERS,
+        drafters: abc.Sequence[str] = DRAFTERS,
     ) -> None:
         self.costs = costs
         self._most = MOST if most is None else min(most, MOST)
         self._most_found = MOST_FOUND if most is None else min(most, MOST_FOUND)
         every = range(1, costs.num_layers) if costs.recorded is None else recorded_exits(costs.num_layers)
-        self._layers = sorted(set(exit_layers or every)) if "exit" in drafts else []
-        self._looks_up, self._may_copy = "lookup" in drafts, "copies" in drafts
+        self._layers = sorted(set(exit_layers or every)) if "exit" in drafters else []
+        self._looks_up, self._may_copy = "lookup" in drafters, "copies" in drafters
         known = prior if isinstance(prior, dict) else {}
         self.tracker = Tracker(costs.num_layers, prior)
         """Acceptance statistics of all layers."""
         self._clock = TokenClock()
         self._agreement = Agreement(costs.num_layers, self._clock, known.get("agreement"))
-        self._seconds = SecondRates(costs.num_layers) if "tree" in drafts else None
         self._ngrams = NgramStats(self._clock)
         self._correction = Correction(_identity_of(costs), known.get("correction"))
         self._layer_forecasts, self._lookup_forecasts = ForecastRatio(self._clock), ForecastRatio(self._clock)
@@ -198,7 +195,7 @@ class Adaptive(Policy):
         margin = 1.0 if self._agreement.is_known else MARGIN
         agreement, seen = self._agreement.ratios(), self.tracker.lasting.sum((0, 2))
         forecast = self._layer_forecasts.ratio
-        return Evidence(right, share, seen, agreement, forecast, time_ratios, margin, self._seconds)
+        return Evidence(right, share, seen, agreement, forecast, time_ratios, margin)
 
     def _table(self, rows: list[Sequence], round_costs: RoundCosts) -> LookupTable | None:
         rates = []
@@ -236,8 +233,6 @@ class Adaptive(Policy):
         emitted = sum([outcome.num_emitted for outcome in outcomes]) / count
         self._clock.tokens += emitted
         self.tracker.pass_time(emitted)
-        if self._seconds is not None:
-            self._seconds.pass_time(emitted)
         if exit_layer == LOOKUP and plan.lookups is not None:
             gains = [
                 plan.lookups.gains[lines[o.seq_id]][lookup_bin(o.match_length, o.source)]
@@ -265,12 +260,10 @@ class Adaptive(Policy):
 
     def _compare_with_costs(self, plan: Plan, round_: RoundOutput) -> None:
         outcomes, seconds, exit_layer = round_.rows, round_.seconds, round_.exit_layer
-        drafted, second_choices = [o.num_drafted for o in outcomes], [o.num_branch_tokens for o in outcomes]
+        drafted = [o.num_drafted for o in outcomes]
         context, share = self.costs.context_of(self._context_lengths), self._drafters.share(plan.draft_vocab)
         copies = plan.draft_bits is not None
-        expected = self.costs.stages(
-            exit_layer, drafted, context, second_choices if any(second_choices) else [], share, copies
-        )
+        expected = self.costs.stages(exit_layer, drafted, context, share, copies)
         took = seconds.draft + seconds.verify + seconds.head + seconds.pick
         kind = kind_of(exit_layer, plan.draft_bits)
         self._correction.add(kind, len(outcomes), sum(expected.values()) - expected["rest"], took)
@@ -285,9 +278,6 @@ class Adaptive(Policy):
             # A target token outside the draft vocabulary is counted in the vocabulary's coverage, not as a miss.
             counted = outcome.num_accepted if outcome.is_outside_vocab else outcome.num_judged
             judged.append((outcome.num_accepted, outcome.confidences[:counted]))
-            if outcome.alternative is not None and self._seconds is not None:
-                confidence = outcome.confidences[outcome.num_accepted]
-                self._seconds.add(exit_layer, confidence, outcome.alternative)
         if plan.draft_bits is not None and self.tracker.num_lasting(exit_layer) >= MIN_PICKS:
             if plan.stop is not None:
                 covered = self._agreement.ratios()[exit_layer - 1]

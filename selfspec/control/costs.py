@@ -1,4 +1,9 @@
-"""`Costs`: the seconds of rounds on this machine, from measured tables of their parts."""
+"""`Costs`: the seconds of rounds on this machine, from measured tables of their parts.
+
+A `Table` has measured seconds by a number of tokens, rows or layers. Values between measured points are interpolated
+linearly; beyond the last point the last slope continues. No curve is fitted over the whole range, since real costs have
+steps (arXiv 2310.18813).
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,86 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from selfspec.control.cost_table import Copies, Table, read_by_rows, written
 from selfspec.core import LOOKUP
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Seconds at measured points, ascending in both."""
+
+    points: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        rises = all(a < b for a, b in zip(self.points, self.points[1:], strict=False))
+        if not self.points or len(self.points) != len(self.seconds) or not rises:
+            raise ValueError(f"a table needs ascending points, one value each, got {self.points} and {self.seconds}")
+        if not all(0 <= s < float("inf") for s in self.seconds):
+            raise ValueError(f"a table's seconds must be finite and not negative, got {self.seconds}")
+
+    @classmethod
+    def of(cls, measured: Mapping[int, float]) -> Table:
+        """Make a table of measurements; where noise makes them fall, neighbours are pooled (isotonic regression)."""
+        points = sorted(measured)
+        pools: list[list[float]] = []  # [mean, how many]
+        for point in points:
+            pools.append([measured[point], 1])
+            while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+                mean, count = pools.pop()
+                before = pools[-1]
+                pools[-1] = [(before[0] * before[1] + mean * count) / (before[1] + count), before[1] + count]
+        return cls(tuple(points), tuple(mean for mean, count in pools for _ in range(int(count))))
+
+    def __call__(self, at: float) -> float:
+        points, seconds = self.points, self.seconds
+        if at <= points[0] or len(points) == 1:
+            return seconds[0]
+        i = min(bisect_left(points, at), len(points) - 1)  # beyond the last point: the last slope
+        share = (at - points[i - 1]) / (points[i] - points[i - 1])
+        return seconds[i - 1] + share * (seconds[i] - seconds[i - 1])
+
+    def scaled(self, factor: float) -> Table:
+        return Table(self.points, tuple(s * factor for s in self.seconds))
+
+    @classmethod
+    def read(cls, given: Mapping[str, float]) -> Table:
+        """Read what `as_dict` returned."""
+        return cls(tuple(int(p) for p in given), tuple(float(s) for s in given.values()))
+
+    def as_dict(self) -> dict[str, float]:
+        """Seconds by point, for a profile file."""
+        return {str(p): s for p, s in zip(self.points, self.seconds, strict=True)}
+
+
+def written(tables: Mapping[int, Table]) -> dict[str, dict[str, float]]:
+    """Tables by number of rows, for a profile file."""
+    return {str(rows): table.as_dict() for rows, table in tables.items()}
+
+
+def read_by_rows(given: Mapping[str, Mapping[str, float]]) -> dict[int, Table]:
+    """Read what `written` returned."""
+    return {int(rows): Table.read(table) for rows, table in given.items()}
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Costs of drafts by 4-bit copies of layers and head; the fields are those of `Costs`."""
+
+    first: Mapping[int, Table]
+    early: Mapping[int, Table]
+    head: Table
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"first": written(self.first), "early": written(self.early), "head": self.head.as_dict()}
+
+    @classmethod
+    def from_dict(cls, given: Any) -> Copies:
+        first, early = read_by_rows(given["first"]), read_by_rows(given["early"])
+        if not (1 in first and 1 in early):
+            raise ValueError("tables of copies for a single row are missing")
+        return cls(first, early, Table.read(given["head"]))
 
 
 class RoundLimits(NamedTuple):
@@ -33,7 +114,7 @@ class RoundLimits(NamedTuple):
 CONTEXT = 64  # cached tokens per row up to which the tables hold without a correction
 LOOKUP_SECONDS = 1e-5  # seconds of one row's draft by lookup
 _TABLES, _BY_ROWS = ("plain", "head", "pick", "rest", "short"), ("first", "early", "late", "contexts")
-_OPTIONAL, _NUMBERS = ("context_widths", "wide", "ragged", "plain_head"), ("context", "context_width", "padding")
+_OPTIONAL, _NUMBERS = ("context_widths", "ragged", "plain_head"), ("context", "context_width", "padding")
 
 
 @dataclass(frozen=True)
@@ -59,7 +140,6 @@ class Costs:
         context_widths: the same for several rows, by their number; None: as `context_width`.
         padding: 1 where every row's keys are read up to the longest row's length, 0 where only up to its own length;
             values between are measured mixtures.
-        wide: an early pass by its tokens; only ratios of it are used. None: its ratios are those of `late`.
         ragged: by rows: factor on `late` where few rows have many tokens and the others one. About 1 where tokens are
             packed, up to 2 where attention pads to the longest row; None: not measured.
         copies: drafting by 4-bit copies of the layers; None: there are none.
@@ -80,7 +160,6 @@ class Costs:
     context_widths: Table | None = None
     padding: float = 1.0
     first: Mapping[int, Table] = field(default_factory=dict)
-    wide: Table | None = None
     ragged: Table | None = None
     copies: Copies | None = None
     plain_head: Table | None = None
@@ -106,7 +185,6 @@ class Costs:
         exit_layer: int | None,
         lengths: Sequence[int],
         context: float = CONTEXT,
-        second_choices: Sequence[int] = (),
         draft_share: float = 1.0,
         copies: bool = False,
     ) -> dict[str, float]:
@@ -116,11 +194,10 @@ class Costs:
 
         Args:
             context: cached tokens per row, see `context_of`.
-            second_choices: second choices per row; empty: none.
             draft_share: share of the vocabulary that drafts are over. Their head and picks take this share of the time.
             copies: 4-bit copies draft, and all layers verify.
         """
-        rows, tokens = len(lengths), sum(lengths) + len(lengths) + sum(second_choices)
+        rows, tokens = len(lengths), sum(lengths) + len(lengths)
         draft = head = pick = 0.0
         judging = self.verify_head(tokens, rows)
         if exit_layer is None or (exit_layer == LOOKUP and tokens == rows):
@@ -132,24 +209,17 @@ class Costs:
             draft, head, pick = self._by_copies(self.copies, exit_layer, lengths, context)
             verify = self.verify(LOOKUP, rows, tokens, context)
         else:
-            draft, head, pick = self._by_layers(exit_layer, lengths, context, second_choices)
+            draft, head, pick = self._by_layers(exit_layer, lengths, context)
             verify, judging = self.verify(exit_layer, rows, tokens, context), self.head(tokens)
         head, pick = draft_share * head + judging, draft_share * pick + self.pick(tokens)
         return {"draft": draft, "verify": verify, "head": head, "pick": pick, "rest": self.rest(rows)}
 
-    def _by_layers(
-        self, exit_layer: int, lengths: Sequence[int], context: float, second_choices: Sequence[int]
-    ) -> tuple[float, float, float]:
+    def _by_layers(self, exit_layer: int, lengths: Sequence[int], context: float) -> tuple[float, float, float]:
         """Seconds of early passes, heads and picks. The last drafted token runs through the early layers, too."""
         draft, head, pick = self.early_pass(exit_layer, len(lengths), context, True), 0.0, 0.0
         for live, steps in _active_rows(lengths):
             draft += steps * self.early_pass(exit_layer, live, context)
             head, pick = head + steps * self.head(live), pick + steps * self.pick(live)
-        for last in sorted({length for length, more in zip(lengths, second_choices, strict=False) if more}):
-            live, first = sum([length >= last for length in lengths]), last == 0
-            wider = live + sum([more for length, more in zip(lengths, second_choices, strict=True) if length == last])
-            draft += self.wide_pass(exit_layer, live, wider, context)
-            draft -= self.early_pass(exit_layer, live, context, first)
         return draft, head, pick
 
     def _by_copies(
@@ -188,15 +258,6 @@ class Costs:
         name = "first" if first and passes.first else "early"
         one = self._between(getattr(passes, name), num_rows, exit_layer, (name, copies))
         return one + exit_layer * self.reading(num_rows, context)
-
-    def wide_pass(self, exit_layer: int, num_rows: int, num_tokens: float, context: float = CONTEXT) -> float:
-        """Seconds of `exit_layer` layers over `num_tokens` tokens in all."""
-        if self.wide is not None:
-            one, wider = self.wide(num_rows), self.wide(num_tokens)
-        else:
-            one, wider = (self._between(self.late, num_rows, n / num_rows, "late") for n in (num_rows, num_tokens))
-        reading = exit_layer * self.reading(num_rows, context, num_tokens / num_rows)
-        return self.early_pass(exit_layer, num_rows) * wider / max(one, 1e-12) + reading
 
     def verify(self, exit_layer: int, num_rows: int, num_tokens: float, context: float = CONTEXT) -> float:
         """Seconds of the layers from `exit_layer` on over `num_tokens` tokens in all."""

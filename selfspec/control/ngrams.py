@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from selfspec.control.decay import Decayed, Floats, TokenClock
+from selfspec.control.acceptance import Decayed, Floats, TokenClock
 from selfspec.control.plan import MATCH_EDGES, NUM_LOOKUP_BINS, SOURCES, LookupTable, lookup_bin
 from selfspec.control.round_costs import MOST_FOUND, MOST_PACKED, RoundCosts
 

@@ -1,4 +1,4 @@
-"""`Policy`, the base class of policies, and the rules that a `Plan` may hold: lookup tables, stop rules, probes."""
+"""`Policy`, the base class of policies; `Plain`; and the rules that a `Plan` may hold: lookup, stop rules, probes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from selfspec.core import LOOKUP, Plan, RoundOutput, Sequence, ShadowPicks
+from selfspec.core import LOOKUP, UNBOUNDED_ROUNDS, Plan, RoundOutput, Sequence, ShadowPicks
 
 if TYPE_CHECKING:
     from selfspec.model.draft_vocabulary import Frequencies
@@ -69,16 +69,31 @@ class SurvivalStop(NamedTuple):
 
 
 class Alternatives(NamedTuple):
-    """When to draft the exit layer's second most probable token as an alternative to its first.
+    """When to draft the exit layer's second most probable token, the alternative, on a branch.
 
-    All second choices of a round run through the early layers in the pass over the draft's last token.
+    All alternatives of a round run through the early layers in the pass over the draft's last token. Layers that run
+    as compiled code have no branches: there a plan's alternatives are left out.
     """
 
-    right: tuple[float, ...]  # by confidence bin of the first choice: acceptance rate of the first choice
-    second: tuple[float, ...]  # the same bins: acceptance rate of the second choice after the first was rejected
-    least: float  # a second choice is drafted where its probability of being accepted exceeds this
-    most: int  # second choices per row
+    right: tuple[float, ...]  # by confidence bin of the drafted token: its acceptance rate
+    second: tuple[float, ...]  # the same bins: acceptance rate of the alternative after the drafted token was rejected
+    least: float  # an alternative is drafted where its probability of being accepted exceeds this
+    most: int  # alternatives per row
     enough: float = 0.0  # a row has none unless their probabilities exceed `least` by more than this in sum
+
+
+def likely_alternatives(rule: Alternatives, confidences: abc.Sequence[float], most: int) -> list[int]:
+    """The draft positions, from 0 and ascending, of the alternatives to draft: the `most` most probable ones."""
+    offers, survival = [], 1.0
+    for at, confidence in enumerate(confidences):
+        column = confidence_bin(confidence)
+        offers.append((survival * (1 - rule.right[column]) * rule.second[column], -at))
+        survival *= rule.right[column]
+    offers.sort(reverse=True)
+    found = [(chance, -at) for chance, at in offers[: max(0, most)] if chance > rule.least]
+    if sum(chance - rule.least for chance, _ in found) <= rule.enough:
+        return []
+    return sorted(at for _, at in found)
 
 
 class ShadowPlan(NamedTuple):
@@ -105,20 +120,20 @@ class LookupTable(NamedTuple):
     """By drafted tokens of all rows: the expected accepted tokens that a round needs. The last entry covers more."""
 
     def drafted(
-        self, matches: abc.Sequence[int], rooms: abc.Sequence[int], sources: abc.Sequence[int] | None = None
+        self, matches: abc.Sequence[int], capacities: abc.Sequence[int], sources: abc.Sequence[int] | None = None
     ) -> tuple[int, ...] | None:
         """The number of tokens that each row drafts; None where no row drafts by lookup.
 
         Args:
             matches: match length per row.
-            rooms: maximum draft length per row.
+            capacities: maximum draft length per row.
             sources: of the match, per row; default: the row's own text.
         """
         drafted, gain = [], 0.0
         sources = (OWN_TEXT,) * len(matches) if sources is None else sources
-        rows = zip(self.lengths, self.gains, matches, rooms, sources, strict=True)
-        for lengths, gains, match, room, source in rows:
-            length = min(lengths[at := lookup_bin(match, source)], room) if match else 0
+        rows = zip(self.lengths, self.gains, matches, capacities, sources, strict=True)
+        for lengths, gains, match, capacity, source in rows:
+            length = min(lengths[at := lookup_bin(match, source)], capacity) if match else 0
             if length > 0:
                 gain += gains[at]
             drafted.append(max(0, length))
@@ -160,3 +175,10 @@ class Policy:
 
     def set_copies(self, has_copies: bool) -> None:
         """Allow drafts by 4-bit copies of the layers, or not."""
+
+
+class Plain(Policy):
+    """Plain decoding."""
+
+    def plan(self, rows: list[Sequence]) -> Plan:
+        return Plan(None, (0,) * len(rows), num_rounds=UNBOUNDED_ROUNDS)

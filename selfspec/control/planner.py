@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from selfspec.control.acceptance import SecondRates
-from selfspec.control.decay import Floats
-from selfspec.control.plan import Alternatives, LookupTable, ShadowPlan, SurvivalStop
+from selfspec.control.acceptance import Floats
+from selfspec.control.plan import LookupTable, ShadowPlan, SurvivalStop
 from selfspec.control.round_costs import BY_LAYERS, MOST, Drafter, RoundCosts, each_of, one_more
 from selfspec.core import Plan
 
@@ -29,7 +28,6 @@ MARGIN = 1.1  # relative gain that drafts by copies need over drafts by layers, 
 # rate of a layer without observations is raised by EXIT_PRIOR there, by less at a distance in log depth; after
 # EXIT_PRIOR_WEIGHT observations of the layer, half of it is left.
 EXIT_PRIOR, EXIT_PRIOR_WIDTH, EXIT_PRIOR_WEIGHT = 0.3, 0.5, 24.0
-MAX_SECOND_CHOICES = 8  # per row
 MIN_LENGTH_SHARE = 0.75  # a stop rule must let drafts of average acceptance reach this share of the expected length
 UNKNOWN = 4  # maximum draft length of a layer with fewer observations; of other layers, the number of observations
 
@@ -44,7 +42,6 @@ class Evidence(NamedTuple):
     forecast_ratio: float  # emitted over forecast tokens of drafts by layers
     time_ratios: tuple[float, float]  # measured over predicted time of drafts by layers and by copies, see `Correction`
     margin: float = 1.0  # relative gain that drafts by copies need over drafts by layers
-    seconds: SecondRates | None = None  # acceptance rates of second choices; None: they are not drafted
 
 
 class Decision(NamedTuple):
@@ -58,7 +55,6 @@ class Decision(NamedTuple):
     tokens: float = 0.0  # expected tokens per row and second, not corrected
     rounds: Sequence[float] = (0.0,) * (MOST + 1)  # seconds of a round by drafted tokens per row
     stop: SurvivalStop | None = None
-    second_choices: Alternatives | None = None
     most: int = MOST  # maximum draft length
 
     def plan(
@@ -159,8 +155,7 @@ def _drafting(
     """The decision for the chosen layer; `right` is its acceptance rate by bin, `rate` tokens per second.
 
     The stop rule lets drafting continue while the draft's survival exceeds what one more token costs, measured in
-    tokens by the rate of the round. Where stopping early saves no time, there is no such rule, and there are no second
-    choices: what they cost in recorded rounds is not measured.
+    tokens by the rate of the round. Where stopping early saves no time, there is no such rule.
     """
     line, rounds, rows = exit_layer - 1, costs.rounds(exit_layer, drafter), costs.num_rows
     decision = Decision(
@@ -175,29 +170,8 @@ def _drafting(
         least, most = min(least, value * each_of(rounds, length, rows)), max(1, math.ceil(length))
     return decision._replace(
         stop=SurvivalStop(right, least),
-        second_choices=_second_choices(exit_layer, drafter, right, length, rate, costs, evidence.seconds),
         most=min(most, max(UNKNOWN, int(evidence.seen[line] + 1e-6))),
     )
-
-
-def _second_choices(
-    exit_layer: int,
-    drafter: Drafter,
-    right: tuple[float, ...],
-    length: float,
-    rate: float,
-    costs: RoundCosts,
-    seconds: SecondRates | None,
-) -> Alternatives | None:
-    """The rule for second choices of a draft of about `length` tokens; None where none is worth its cost."""
-    if seconds is None:
-        return None
-    second = seconds.of(exit_layer)
-    fixed, each = costs.branch_seconds(exit_layer, length, drafter)
-    # The bound for the first token; later second choices are accepted less often.
-    if max([(1 - chance) * other for chance, other in zip(right, second, strict=True)]) <= each * rate:
-        return None
-    return Alternatives(right, second, each * rate, MAX_SECOND_CHOICES, fixed * rate / costs.num_rows)
 
 
 def could_pay(costs: RoundCosts, layers: Sequence[int], speedup: float, time_ratio: float) -> tuple[int, ...]:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from selfspec.control.acceptance import Floats
 from selfspec.control.costs import CONTEXT, LOOKUP_SECONDS, Costs
-from selfspec.control.decay import Floats
 
 if TYPE_CHECKING:
     from selfspec.model.draft_vocabulary import Frequencies
@@ -184,22 +184,6 @@ class RoundCosts:
         """Seconds of rounds in which every row drafts 0, 1, .., `MOST` tokens."""
         seconds: list[float] = self._seconds(drafter)[exit_layer - 1].tolist()
         return seconds
-
-    def branch_seconds(self, exit_layer: int, drafted: float, drafter: Drafter = BY_LAYERS) -> tuple[float, float]:
-        """Seconds that second choices add to a round with about `drafted` tokens per row: (fixed, per second choice).
-
-        They widen the last early pass and the verification.
-        """
-        costs, rows = self._costs, self.num_rows
-        head = costs.copies.head if drafter.by_copies and costs.copies is not None else costs.head
-        step = costs.early_pass(exit_layer, rows, self._context, copies=drafter.by_copies)
-        step += drafter.share * (head(rows) + costs.pick(rows))
-        verified = one_more(self.rounds(exit_layer, drafter), drafted, rows) - step / rows
-        if drafter.by_copies:  # copies do not run over second choices
-            return 0.0, verified
-        narrow, some, many = (costs.wide_pass(exit_layer, rows, rows + n, self._context) for n in (0, 1, 5))
-        each = (many - some) / 4
-        return some - narrow - each, each + verified
 
     def lookups(self) -> list[float]:
         """Seconds of rounds by lookup in which all rows together draft 0, 1, 2, .. tokens."""

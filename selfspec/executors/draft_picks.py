@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from selfspec.control.acceptance import likely_seconds as likely_alternatives
-from selfspec.control.plan import confidence_bin
+from selfspec.control.plan import confidence_bin, likely_alternatives
 from selfspec.core import Plan, Sequence, StageSeconds
 from selfspec.drafting.early_exit import Branch
 from selfspec.executors.penalties import DraftPenalties, Penalties

@@ -131,7 +131,7 @@ def _over_vocabulary(
         some = layers[first : first + per_call]
         logits = stack.early_logits(hidden[first : first + per_call], some)
         logits = logits if penalty is None else penalty.applied(logits)
-        picks = picker(logits.flatten(0, 1), [*params] * len(some), [*positions] * len(some), with_sure=True)
+        picks = picker(logits.flatten(0, 1), [*params] * len(some), [*positions] * len(some), with_confidence=True)
         assert picks.confidences is not None
         hits.append(picks.tokens == target_picks.repeat(len(some)))
         confidences.append(picks.confidences)

@@ -64,13 +64,11 @@ class Call(Structure):
         *_all("num_tokens num_rows", c_int64),
         *_all("positions firsts pages", c_void_p),
         *_all("row_pages", c_int64),
-        *_all("roots branches", c_void_p),
-        *_all("row_nodes", c_int64),
         *_all("cos sin", c_void_p),
     )
 
 
-class How(Structure):
+class SamplingParams(Structure):
     """How a row picks tokens: `cpu/model.h`."""
 
     _fields_ = (
@@ -89,36 +87,24 @@ class Stop(Structure):
     )
 
 
-class Drafting(Structure):
+class DraftArgs(Structure):
     """Inputs and outputs of a draft: `cpu/drafting.h`."""
 
     _fields_ = (
         *_all("num_rows most vocab", c_int64),
         *_all("pages positions lengths last", c_void_p),
         *_all("row_pages", c_int64),
-        *_all("how names cos sin embedding norm", c_void_p),
+        *_all("params names cos sin embedding norm", c_void_p),
         *_all("eps", c_float),
         *_all("exit_head", c_void_p),
         *_all("stop", Stop),
-        *_all("counts tokens seconds sure hidden taken waits", c_void_p),
+        *_all("counts tokens confidences hidden taken noise", c_void_p),
         *_all("num_kept", c_int64),
         *_all("histories places", c_void_p),
     )
 
 
-class SecondChoices(Structure):
-    """Which second choices are drafted: `Seconds` in `cpu/drafts.h`."""
-
-    _fields_ = (
-        *_all("edges right second", c_void_p),
-        *_all("num_edges", c_int64),
-        *_all("least enough", c_double),
-        *_all("most", c_void_p),
-        *_all("limit", c_int64),
-    )
-
-
-class Judging(Structure):
+class VerifyArgs(Structure):
     """Inputs and outputs of a verification: `cpu/round.h`."""
 
     _fields_ = (
@@ -128,9 +114,8 @@ class Judging(Structure):
         *_all("exit_layer", c_int64),
         *_all("draft_head", c_void_p),
         *_all("are_copies longest few threads_few threads", c_int64),
-        *_all("seconds", c_void_p),
         *_all("most", c_int64),
-        *_all("counts tokens parents chains accepted path picks taps logits taken num_likely", c_void_p),
+        *_all("counts tokens num_emitted picks taps logits taken num_likely", c_void_p),
         *_all("most_likely", c_int64),
         *_all("logprobs ranks likely likely_logprobs", c_void_p),
     )
@@ -142,7 +127,7 @@ class Program(Structure):
     _fields_ = (
         *_all("rounds", c_int64),
         *_all("seconds", c_double),
-        *_all("rooms ends stops indices others sources", c_void_p),
+        *_all("capacities ends stops indices others sources", c_void_p),
         *_all("num_others", c_int64),
         *_all("lengths gains needs", c_void_p),
         *_all("num_needs", c_int64),
@@ -157,12 +142,12 @@ class Found(Structure):
     _fields_ = (*_all("match place", c_int64),)
 
 
-class Looking(Structure):
+class ProbeArgs(Structure):
     """Inputs and outputs of shadow picks: `cpu/shadow.cpp`."""
 
     _fields_ = (
         *_all("num_layers num_positions hidden vocab num_likely num_others", c_int64),
-        *_all("head bias norm others states target judged how positions hits sure", c_void_p),
+        *_all("head bias norm others states target judged params positions hits confidences", c_void_p),
         *_all("eps", c_float),
         *_all("seen penalty_bias", c_void_p),
     )
@@ -206,7 +191,7 @@ def functions() -> ctypes.CDLL:
         "selfspec_pick_floats": ([n], n),
         "selfspec_shadow_words": ([p], n),
         "selfspec_shadow": ([p, p, n], None),
-        "selfspec_pick": ([p, n, n, n, p, p, p, n, p, p, p, p, n], None),
+        "selfspec_pick": ([p, n, n, n, p, p, p, n, p, p, p, n], None),
     }
     for name, (arguments, result) in types.items():
         function = getattr(lib, name)

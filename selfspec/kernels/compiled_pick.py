@@ -18,7 +18,7 @@ class Picks(NamedTuple):
     """The tokens picked at N positions."""
 
     tokens: Tensor  # int64 [N]
-    confidences: Tensor | None  # fp32 [N]; None: not requested
+    confidences: Tensor | None = None  # fp32 [N], of the tokens; None: not requested
 
 
 def sampling_bytes(
@@ -32,16 +32,16 @@ def sampling_bytes(
     frequency: float = 0.0,
     ngram: int = 0,
 ) -> bytes:
-    """The bytes of a `How` structure: a row's sampling parameters for compiled functions.
+    """The bytes of a `SamplingParams` structure: a row's sampling parameters for compiled functions.
 
     `compiled_pick` ignores the penalties in it: it takes logits to which they are applied already.
     """
-    return bytes(c.How(temperature, top_p, min_p, repetition, presence, frequency, top_k, seed, ngram))
+    return bytes(c.SamplingParams(temperature, top_p, min_p, repetition, presence, frequency, top_k, seed, ngram))
 
 
 def compiled_pick(
     logits: Tensor,
-    how: bytes,
+    params: bytes,
     positions: Sequence[int],
     tokens: Tensor | None = None,
     with_confidence: bool = False,
@@ -50,7 +50,7 @@ def compiled_pick(
 
     Args:
         logits: fp32 `[N, T]`.
-        how: `sampling_bytes` of each row, joined.
+        params: `sampling_bytes` of each row, joined.
         positions: `[N]`, the index in its row's content of the token to be picked.
         tokens: int64 `[T]` or `[N, T]`, ascending: the token ids of the logits; None: the whole vocabulary.
         with_confidence: compute confidences.
@@ -65,9 +65,10 @@ def compiled_pick(
     threads = min(torch.get_num_threads(), count) if count * size > MAX_SINGLE_THREAD else 1
     memory = logits.new_empty(threads * lib.selfspec_pick_floats(size))
     names, stride = (None, 0) if tokens is None else (tokens.data_ptr(), tokens.stride(0) if tokens.dim() > 1 else 0)
+    at = (ctypes.c_int64 * count)(*positions)
     lib.selfspec_pick(
-        *(logits.data_ptr(), logits.stride(0), count, size, how, (ctypes.c_int64 * count)(*positions), names, stride),
-        *(picks.data_ptr(), None if confidences is None else confidences.data_ptr(), None),
+        *(logits.data_ptr(), logits.stride(0), count, size, params, at, names, stride),
+        *(picks.data_ptr(), None if confidences is None else confidences.data_ptr()),
         *(memory.data_ptr(), threads),
     )
     return Picks(picks, confidences)

@@ -22,9 +22,9 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from selfspec.loading import checkpoint, gguf_index
 from selfspec.errors import UnsupportedModelError
 from selfspec.kernels.places import cache_folder, say_unkept
+from selfspec.loading import checkpoint, gguf_index
 from selfspec.model.file_weights import FileWeights
 
 HASHED = 1 << 20  # bytes at both ends of a file that its key depends on

@@ -1,4 +1,4 @@
-"""`Dispatcher`: admits calls as far as the limits go, hands them to the engine's thread, and hands its news to them.
+"""`Dispatcher`: admits calls as far as the limits go, hands them to the engine's thread, and hands its updates to them.
 
 All of it runs in the event loop's thread, so it needs no locks.
 """
@@ -8,14 +8,15 @@ from __future__ import annotations
 import asyncio
 import math
 
-from selfspec.llm import LLM, LLMEngine
+from selfspec.decoding.engine import LLMEngine
+from selfspec.llm import LLM
 from selfspec.serving.calls import Call
 from selfspec.serving.config import ServerConfig
-from selfspec.serving.loop import EngineLoop, Load, News
+from selfspec.serving.loop import EngineLoop, EngineUpdate, Load
 from selfspec.serving.metrics import Metrics
 from selfspec.serving.protocol import Refusal
 
-LONGEST_RETRY = 60  # seconds that a client is told to wait at most
+LONGEST_RETRY = 60  # the longest time that a client is asked to wait, in seconds
 SMOOTHING = 0.1  # weight of the last call in the mean of their seconds
 
 
@@ -34,7 +35,7 @@ class Dispatcher:
         self._asyncio: asyncio.AbstractEventLoop | None = None
         self._open: dict[str, Call] = {}
         self._sent: dict[str, Call] = {}  # the engine has not said yet that it took them
-        self._load = Load()  # the last that was told
+        self._load = Load()  # the last one known
         metrics.watch(lambda: self._load.num_running, lambda: self._num_waiting, lambda: self._load.kv_usage)
         self._seconds = 1.0  # of a call, in the mean
         self._has_stopped = True
@@ -125,22 +126,22 @@ class Dispatcher:
         after = max(1, min(LONGEST_RETRY, seconds))
         return Refusal(f"{reason}; try again in {after} s", 429, code="server_busy", retry_after=after)
 
-    # --------------------------------------------------------------------------------------------------------- news
+    # --------------------------------------------------------------------------------------------------------- update
 
-    def _post(self, news: News) -> None:
-        """In the engine's thread: hand news to the event loop's."""
+    def _post(self, update: EngineUpdate) -> None:
+        """In the engine's thread: hand an update to the event loop's."""
         assert self._asyncio is not None
         if not self._asyncio.is_closed():
-            self._asyncio.call_soon_threadsafe(self._deliver, news)
+            self._asyncio.call_soon_threadsafe(self._deliver, update)
 
-    def _deliver(self, news: News) -> None:
-        self._load = news.load
-        for call in news.accepted:
+    def _deliver(self, update: EngineUpdate) -> None:
+        self._load = update.load
+        for call in update.accepted:
             self._sent.pop(call.name, None)
             call.accept()
-        for call, now in news.started:
+        for call, now in update.started:
             self._metrics.start(now - call.arrived)
-        for call, prompt, output, now in news.outputs:
+        for call, prompt, output, now in update.outputs:
             is_open = call.name in self._open  # else its client has gone, and its end was counted then
             for choice, last_at in call.add(prompt, output, now):
                 if choice.last_at != last_at:
@@ -151,9 +152,9 @@ class Dispatcher:
                 del self._open[call.name]
                 self._seconds += SMOOTHING * (now - call.arrived - self._seconds)
                 self._metrics.prompts(call)
-        for call, refusal in news.failed:  # after its outputs, which came before
+        for call, refusal in update.failed:  # after its outputs, which came before
             self._fail(call, refusal)
-        if news.is_last:
+        if update.is_last:
             self._has_stopped = True
             for call in list(self._open.values()):
                 self._fail(call, Refusal("the engine has stopped", 500))

@@ -30,9 +30,9 @@ from selfspec.serving.protocol import (
     COMPLETION_TOKENS,
     MOST_PARTS,
     MOST_STOPS,
-    Asking,
     ChatRequest,
     CompletionRequest,
+    GenerationRequest,
     Refusal,
 )  # fmt: skip
 from selfspec.serving.tokens import Reader
@@ -131,14 +131,20 @@ class Server:
         call = self._call("chatcmpl", asked, [prompt], length, False)
         return Answer(ChatWriter(asked, call, self.config.model), self.dispatcher)
 
-    def _check(self, asked: Asking) -> None:
+    def _check(self, asked: GenerationRequest) -> None:
         if asked.model is not None and asked.model != self.config.model:
             message = f"there is no model {asked.model!r} here; this server has {self.config.model!r}"
             raise Refusal(message, 404, param="model", code="model_not_found")
         asked.refuse_unserved()
 
     def _call(
-        self, kind: str, asked: Asking, prompts: Sequence[Sequence[int]], length: int, drops_output: bool, **more: Any
+        self,
+        kind: str,
+        asked: GenerationRequest,
+        prompts: Sequence[Sequence[int]],
+        length: int,
+        drops_output: bool,
+        **more: Any,
     ) -> Call:
         seed = secrets.randbits(62) if asked.seed is None else asked.seed
         try:
@@ -202,12 +208,12 @@ def _add_routes(app: FastAPI, server: Server) -> None:
 
 
 def _add_errors(app: FastAPI) -> None:
-    def told(refusal: Refusal) -> Response:
+    def answer(refusal: Refusal) -> Response:
         return Json(refusal.body, refusal.status, refusal.headers)
 
     @app.exception_handler(Refusal)
     async def refused(request: Request, problem: Refusal) -> Response:
-        return told(problem)
+        return answer(problem)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, problem: RequestValidationError) -> Response:
@@ -219,7 +225,7 @@ def _add_errors(app: FastAPI) -> None:
             message = "the body must be valid JSON, an object, sent with Content-Type: application/json"
         if name in SHAPES and first["type"] != "missing":
             where, message = [name], f"must be {SHAPES[name]}"
-        return told(Refusal(message if name is None else f"{'.'.join(where)}: {message}", param=name))
+        return answer(Refusal(message if name is None else f"{'.'.join(where)}: {message}", param=name))
 
     @app.exception_handler(HTTPException)
     async def failed(request: Request, problem: HTTPException) -> Response:
@@ -227,4 +233,4 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def broken(request: Request, problem: Exception) -> Response:
-        return told(Refusal("the server failed", 500))
+        return answer(Refusal("the server failed", 500))

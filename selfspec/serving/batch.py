@@ -48,11 +48,11 @@ class Worker:
             if self._client is None:
                 await self._start()
         content = json.dumps(line.body).encode()
-        told = await self._client.post(line.url, content=content, headers={"Content-Type": "application/json"})
-        if told.status_code >= 500 and not self._app.state.server.dispatcher.is_healthy:
+        answer = await self._client.post(line.url, content=content, headers={"Content-Type": "application/json"})
+        if answer.status_code >= 500 and not self._app.state.server.dispatcher.is_healthy:
             raise EngineStopped("the engine has stopped; see above, and run the same command to go on")
-        body = told.json()
-        response = {"status_code": told.status_code, "request_id": body.get("id", ""), "body": body}
+        body = answer.json()
+        response = {"status_code": answer.status_code, "request_id": body.get("id", ""), "body": body}
         return {"id": f"batch_req_{line.number}", "custom_id": line.custom_id, "response": response, "error": None}
 
     def ready(self) -> None:

@@ -109,7 +109,7 @@ def _object(text: str | bytes) -> Any:
 
 
 class Answers:
-    """A file of answers, a JSON line each, in the order in which they came. It can be gone on with.
+    """A file of answers, a JSON line each, in the order in which they came. It can be resumed.
 
     A line is written at once, so that a process that is killed leaves whole lines; half a line at the end, as a full
     disk leaves it, is taken away when the file is opened again.
@@ -182,5 +182,5 @@ def _row(answer: Answer) -> dict[str, Any]:
     body = response.get("body") or {}
     [first] = body.get("choices", [{}])[:1]
     text = first.get("text", first.get("message", {}).get("content"))
-    told = {name: None if answer[name] is None else json.dumps(answer[name]) for name in ("response", "error")}
-    return {"custom_id": answer["custom_id"], "text": text, "status_code": response.get("status_code"), **told}
+    row = {name: None if answer[name] is None else json.dumps(answer[name]) for name in ("response", "error")}
+    return {"custom_id": answer["custom_id"], "text": text, "status_code": response.get("status_code"), **row}

@@ -10,27 +10,27 @@ from typing import Any
 
 from starlette.responses import Response
 
-from selfspec.outputs import Logprob
+from selfspec.decoding.outputs import Logprob
 from selfspec.serving.calls import Call, Choice
-from selfspec.serving.protocol import Asking, ChatRequest, CompletionRequest, Refusal
+from selfspec.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest, Refusal
 
 LEAST = -9999.0  # stands for log-probabilities that JSON has no number for
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
-Told = Sequence[dict[int, Logprob] | None]
+Logprobs = Sequence[dict[int, Logprob] | None]
 
 
 class Writer:
     """Writes what came of a call.
 
     Args:
-        asked: what the client sent.
+        request: what the client sent.
         model: the name that answers bear.
     """
 
     kind, chunk_kind = "text_completion", "text_completion"
 
-    def __init__(self, asked: Asking, call: Call, model: str) -> None:
-        self.asked, self.call, self.model, self.created = asked, call, model, int(time())
+    def __init__(self, request: GenerationRequest, call: Call, model: str) -> None:
+        self.request, self.call, self.model, self.created = request, call, model, int(time())
 
     def choice(self, choice: Choice) -> dict[str, Any]:
         """An output, or a piece of it in a stream."""
@@ -38,21 +38,21 @@ class Writer:
 
     def body(self) -> dict[str, Any]:
         """The whole answer."""
-        told = self._head(self.kind) | {"choices": [self._choice(choice) for choice in self.call.choices]}
-        return told | {"usage": self._usage()} | self._acceptance(self.call.choices)
+        body = self._head(self.kind) | {"choices": [self._choice(choice) for choice in self.call.choices]}
+        return body | {"usage": self._usage()} | self._acceptance(self.call.choices)
 
     async def events(self) -> AsyncIterator[bytes]:
         """The answer as server-sent events: a chunk per output and program."""
-        options = self.asked.stream_options
+        options = self.request.stream_options
         usage: dict[str, Any] = {"usage": None} if options is not None and options.include_usage else {}
         head = self._head(self.chunk_kind)
         try:
             async for pieces in self.call.changes():
-                told = []
+                body = []
                 for piece in pieces:
                     chunk = head | {"choices": [self._choice(piece)]} | usage
-                    told.append(_event(chunk if piece.finish_reason is None else chunk | self._acceptance([piece])))
-                yield b"".join(told)
+                    body.append(_event(chunk if piece.finish_reason is None else chunk | self._acceptance([piece])))
+                yield b"".join(body)
             if usage:
                 yield _event(head | {"choices": [], "usage": self._usage()})
         except Refusal as refusal:
@@ -63,9 +63,9 @@ class Writer:
         return {"id": self.call.name, "object": kind, "created": self.created, "model": self.model}
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
-        told = self.choice(choice)
-        told |= {"index": choice.index, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-        return told | {"token_ids": choice.token_ids} if self.asked.return_token_ids else told
+        body = self.choice(choice)
+        body |= {"index": choice.index, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        return body | {"token_ids": choice.token_ids} if self.request.return_token_ids else body
 
     def _usage(self) -> dict[str, Any]:
         prompt, new = self.call.num_prompt_tokens, self.call.num_tokens
@@ -75,15 +75,15 @@ class Writer:
 
     def _acceptance(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """What was drafted and accepted for outputs, where the client asks for it."""
-        if not (self.asked.return_acceptance and choices):
+        if not (self.request.return_acceptance and choices):
             return {}
         params = self.call.params
-        told = [
+        body = [
             {"index": one.index, "seed": params.seed + one.index % params.n}
             | ({} if one.stats is None else one.stats.as_dict())
             for one in choices
         ]
-        return {"selfspec": {"acceptance": told}}
+        return {"selfspec": {"acceptance": body}}
 
 
 class CompletionWriter(Writer):
@@ -94,29 +94,29 @@ class CompletionWriter(Writer):
         tokenizer: gives tokens of the prompts as texts; None: there is none.
     """
 
-    asked: CompletionRequest
+    request: CompletionRequest
 
     def __init__(
-        self, asked: CompletionRequest, call: Call, model: str, texts: Sequence[str], tokenizer: Any = None
+        self, request: CompletionRequest, call: Call, model: str, texts: Sequence[str], tokenizer: Any = None
     ) -> None:
-        super().__init__(asked, call, model)
+        super().__init__(request, call, model)
         self._texts, self._tokenizer = texts, tokenizer
         self._offsets = [0] * len(call.choices)  # characters before the next piece
 
     def choice(self, choice: Choice) -> dict[str, Any]:
         text, tokens, logprobs = choice.text, list(choice.token_ids), list(choice.logprobs or [])
-        told: list[dict[int, Logprob] | None] = list(logprobs)
-        if self.asked.echo and choice.num_read == 0:
+        given: list[dict[int, Logprob] | None] = list(logprobs)
+        if self.request.echo and choice.num_read == 0:
             prompt = choice.index // self.call.params.n
             text = self._texts[prompt] + text
             tokens = [*self.call.prompts[prompt], *tokens]
-            told = [*(self.call.prompt_logprobs[prompt] or []), *logprobs]
-        shown = None if self.asked.logprobs is None else self._logprobs(choice.index, tokens, told)
+            given = [*(self.call.prompt_logprobs[prompt] or []), *logprobs]
+        shown = None if self.request.logprobs is None else self._logprobs(choice.index, tokens, given)
         return {"text": text, "logprobs": shown}
 
-    def _logprobs(self, index: int, tokens: Sequence[int], told: Told) -> dict[str, Any]:
+    def _logprobs(self, index: int, tokens: Sequence[int], given: Logprobs) -> dict[str, Any]:
         shown: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token, likely in zip(tokens, told, strict=True):
+        for token, likely in zip(tokens, given, strict=True):
             text = _text(token, likely, self._tokenizer)
             shown["tokens"].append(text)
             shown["token_logprobs"].append(None if likely is None else _finite(likely[token].logprob))
@@ -130,41 +130,41 @@ class ChatWriter(Writer):
     """Answers of /v1/chat/completions."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
-    asked: ChatRequest
+    request: ChatRequest
 
     def choice(self, choice: Choice) -> dict[str, Any]:
-        told: dict[str, Any] = {"content": choice.text}
-        if not self.asked.stream or choice.num_read == 0:
-            told = {"role": "assistant"} | told
+        message: dict[str, Any] = {"content": choice.text}
+        if not self.request.stream or choice.num_read == 0:
+            message = {"role": "assistant"} | message
         logprobs = None if choice.logprobs is None else self._logprobs(choice.token_ids, choice.logprobs)
-        return {"delta" if self.asked.stream else "message": told, "logprobs": logprobs}
+        return {"delta" if self.request.stream else "message": message, "logprobs": logprobs}
 
-    def _logprobs(self, tokens: Sequence[int], told: Sequence[dict[int, Logprob]]) -> dict[str, Any]:
-        shown, most = [], self.asked.top_logprobs or 0
-        for token, likely in zip(tokens, told, strict=True):
+    def _logprobs(self, tokens: Sequence[int], given: Sequence[dict[int, Logprob]]) -> dict[str, Any]:
+        shown, most = [], self.request.top_logprobs or 0
+        for token, likely in zip(tokens, given, strict=True):
             ranked = sorted((one for one in likely.items() if one[1].rank), key=lambda one: one[1].rank or 0)
             top = [_token(*pair) for pair in ranked[:most]]
             shown.append(_token(token, likely[token]) | {"top_logprobs": top})
         return {"content": shown}
 
 
-def _token(token: int, told: Logprob) -> dict[str, Any]:
-    text = _text(token, {token: told})
-    return {"token": text, "logprob": _finite(told.logprob), "bytes": list(text.encode("utf-8", "replace"))}
+def _token(token: int, logprob: Logprob) -> dict[str, Any]:
+    text = _text(token, {token: logprob})
+    return {"token": text, "logprob": _finite(logprob.logprob), "bytes": list(text.encode("utf-8", "replace"))}
 
 
 def _by_text(likely: dict[int, Logprob]) -> dict[str, float]:
     """Of tokens that are the same text, the likeliest."""
-    told: dict[str, float] = {}
+    body: dict[str, float] = {}
     for token, one in likely.items():
         text = _text(token, likely)
-        told[text] = max(told.get(text, LEAST), _finite(one.logprob))
-    return told
+        body[text] = max(body.get(text, LEAST), _finite(one.logprob))
+    return body
 
 
-def _text(token: int, told: dict[int, Logprob] | None, tokenizer: Any = None) -> str:
+def _text(token: int, logprobs: dict[int, Logprob] | None, tokenizer: Any = None) -> str:
     """A token as text; without a tokenizer, its id, as vLLM writes it."""
-    known = None if told is None else told[token].decoded_token
+    known = None if logprobs is None else logprobs[token].decoded_token
     if known is None and tokenizer is not None:
         known = str(tokenizer.decode([token]))
     return f"token_id:{token}" if known is None else known

@@ -32,12 +32,12 @@ class Border:
             return
         headers = Headers(scope=scope)
         own = headers.get(REQUEST_ID)
-        told = send if own is None else _marked(send, own)
+        answer = send if own is None else _marked(send, own)
         refusal = self._refusal(scope["path"], headers)
         if refusal is None:
-            await self._app(scope, _limited(receive, self._config.max_body_bytes), told)
+            await self._app(scope, _limited(receive, self._config.max_body_bytes), answer)
         else:
-            await Json(refusal.body, refusal.status, refusal.headers)(scope, receive, told)
+            await Json(refusal.body, refusal.status, refusal.headers)(scope, receive, answer)
 
     def _refusal(self, path: str, headers: Headers) -> Refusal | None:
         key = self._config.api_key

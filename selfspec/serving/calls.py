@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
 
+from selfspec.core import FinishReason, SamplingParams
+from selfspec.decoding.outputs import CompletionOutput, Logprob, RequestOutput
 from selfspec.decoding.stats import SpecStats
-from selfspec.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
-from selfspec.params import SamplingParams
 from selfspec.serving.protocol import Refusal
 
 PromptLogprobs = list[dict[int, Logprob] | None]
@@ -87,7 +87,7 @@ class Call:
         self._num_growing = self.num_rows  # outputs that have not ended
         self._error: Refusal | None = None
         self._is_accepted = False
-        self._news = asyncio.Event()
+        self._update = asyncio.Event()
 
     @property
     def num_rows(self) -> int:
@@ -111,12 +111,12 @@ class Call:
     def accept(self) -> None:
         """The engine has taken it."""
         self._is_accepted = True
-        self._news.set()
+        self._update.set()
 
     def fail(self, error: Refusal) -> None:
         """It ends here."""
         self._error = error
-        self._news.set()
+        self._update.set()
 
     def add(self, prompt: int, output: RequestOutput, now: float) -> list[tuple[Choice, float | None]]:
         """Take what a round added to the outputs of a prompt; these outputs, and when their piece before came."""
@@ -133,7 +133,7 @@ class Call:
         if output.prompt_logprobs is not None:
             self.prompt_logprobs[prompt] = output.prompt_logprobs
         if self.streams or self.has_ended:
-            self._news.set()
+            self._update.set()
         return changed
 
     async def accepted(self) -> None:
@@ -157,8 +157,8 @@ class Call:
                 await self.ended()
                 return
             else:
-                self._news.clear()
-                await self._news.wait()
+                self._update.clear()
+                await self._update.wait()
 
     async def ended(self) -> None:
         """Wait for all of it.
@@ -170,8 +170,8 @@ class Call:
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         while self._error is None and not holds():
-            self._news.clear()
-            await self._news.wait()
+            self._update.clear()
+            await self._update.wait()
         if self._error is not None:
             raise self._error
 

@@ -1,4 +1,4 @@
-"""`EngineLoop`: the one thread that owns the engine. Calls come in by a queue; news go out if somebody waits for it."""
+"""`EngineLoop`: the one thread that owns the engine. Calls come in by a queue; updates go out."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from threading import Thread
 from time import monotonic
 from typing import NamedTuple
 
-from selfspec.decoding.results import Round
-from selfspec.llm import LLM, LLMEngine
-from selfspec.outputs import RequestOutput
+from selfspec.core import RoundOutput
+from selfspec.decoding.engine import LLMEngine
+from selfspec.decoding.outputs import RequestOutput
+from selfspec.llm import LLM
 from selfspec.serving.calls import Call
 from selfspec.serving.config import ServerConfig
 from selfspec.serving.metrics import Metrics
 from selfspec.serving.protocol import CompletionRequest, Refusal
 
 _log = logging.getLogger("selfspec.serving")
-MOST_KEPT = 256  # outputs of rounds that nobody waits for yet: to hand over more at once would hold up the event loop
+MAX_UNSENT = 256  # outputs that no client waits for yet: handing over more at once would block the event loop
 
-Order = Callable[[LLMEngine], None]  # done between two programs
+Command = Callable[[LLMEngine], None]  # run between two steps
 
 
 class Load(NamedTuple):
@@ -35,15 +36,15 @@ class Load(NamedTuple):
 
 
 @dataclass(slots=True)
-class News:
-    """What programs, and the orders before them, came to. Times are seconds of the monotonic clock."""
+class EngineUpdate:
+    """What came of steps, and of the commands before them. Times are seconds of the monotonic clock."""
 
     accepted: list[Call] = field(default_factory=list)
     failed: list[tuple[Call, Refusal]] = field(default_factory=list)
     started: list[tuple[Call, float]] = field(default_factory=list)  # a call per prompt that got its first place
     outputs: list[tuple[Call, int, RequestOutput, float]] = field(default_factory=list)  # with the prompt's index
     load: Load = field(default_factory=Load)
-    is_awaited: bool = False  # somebody waits for it
+    is_awaited: bool = False  # a client waits for it
     is_last: bool = False  # the thread has ended
 
 
@@ -52,17 +53,19 @@ class EngineLoop:
 
     Args:
         llm: whose engine it makes.
-        deliver: is given news that somebody waits for, in the engine's thread, at most once per program.
+        deliver: is given updates that somebody waits for, in the engine's thread, at most once per program.
     """
 
-    def __init__(self, llm: LLM, config: ServerConfig, metrics: Metrics, deliver: Callable[[News], None]) -> None:
+    def __init__(
+        self, llm: LLM, config: ServerConfig, metrics: Metrics, deliver: Callable[[EngineUpdate], None]
+    ) -> None:
         self._llm, self._config, self._metrics, self._deliver = llm, config, metrics, deliver
-        self._orders: SimpleQueue[Order | None] = SimpleQueue()  # None: stop
+        self._commands: SimpleQueue[Command | None] = SimpleQueue()  # None: stop
         self._ready: Future[LLMEngine] = Future()
         self._thread = Thread(target=self._run, name="selfspec-engine", daemon=True)
         self._live: dict[str, tuple[Call, int]] = {}  # the engine's requests by id, and which prompt of the call it is
         self._unstarted: dict[str, int] = {}  # those that have no place yet, and their tokens
-        self._news, self._load = News(), Load()
+        self._update, self._load = EngineUpdate(), Load()
 
     def start(self) -> LLMEngine:
         """Make the engine, which may take seconds, and serve; the engine, of which only constants may be read.
@@ -75,15 +78,15 @@ class EngineLoop:
 
     def submit(self, call: Call) -> None:
         """Decode a call."""
-        self._orders.put(lambda engine: self._add(engine, call))
+        self._commands.put(lambda engine: self._add(engine, call))
 
     def cancel(self, call: Call) -> None:
         """Nobody waits for a call any more: its pages are free with the next program."""
-        self._orders.put(lambda engine: self._drop(engine, call))
+        self._commands.put(lambda engine: self._drop(engine, call))
 
     def stop(self) -> None:
         """End the thread, after the program that it runs; waits for that."""
-        self._orders.put(None)
+        self._commands.put(None)
         if self._thread.ident is not None:
             self._thread.join()
 
@@ -102,30 +105,30 @@ class EngineLoop:
         try:
             while self._turn(engine):
                 pass
-            engine.remember()
+            self._llm.keep_statistics(engine)
         except Exception:
             _log.exception("the engine failed: every request ends, and /health says so")
         finally:
-            self._news.is_last = True  # it may hold outputs that nobody waited for
-            self._deliver(self._news)
+            self._update.is_last = True  # it may hold outputs that nobody waited for
+            self._deliver(self._update)
 
     def _turn(self, engine: LLMEngine) -> bool:
-        """Do what is ordered, and run a program if there is something to decode; False: it is told to stop."""
-        for order in self._next_orders(wait=not engine.has_unfinished_requests()):
-            if order is None:
+        """Run the commands, and a step if there is something to decode; False: a command says to stop."""
+        for command in self._next_commands(wait=not engine.has_unfinished_requests()):
+            if command is None:
                 return False
-            order(engine)
+            command(engine)
         self._end_late(engine)
         if engine.has_unfinished_requests():
             self._step(engine)
-        self._tell(engine)
+        self._send_update(engine)
         return True
 
-    def _next_orders(self, wait: bool) -> Iterator[Order | None]:
+    def _next_commands(self, wait: bool) -> Iterator[Command | None]:
         if wait:
-            yield self._orders.get()
-        while not self._orders.empty():  # nobody else takes from it
-            yield self._orders.get()
+            yield self._commands.get()
+        while not self._commands.empty():  # nobody else takes from it
+            yield self._commands.get()
 
     def _add(self, engine: LLMEngine, call: Call) -> None:
         for index, prompt in enumerate(call.prompts):
@@ -137,8 +140,8 @@ class EngineLoop:
                 return
             self._live[name] = call, index
             self._unstarted[name] = len(prompt) * call.params.n
-        self._news.accepted.append(call)
-        self._news.is_awaited = True
+        self._update.accepted.append(call)
+        self._update.is_awaited = True
 
     def _drop(self, engine: LLMEngine, call: Call) -> None:
         for index in range(len(call.prompts)):
@@ -154,12 +157,12 @@ class EngineLoop:
 
     def _fail(self, engine: LLMEngine, call: Call, error: Refusal) -> None:
         self._drop(engine, call)
-        self._news.failed.append((call, error))
-        self._news.is_awaited = True
+        self._update.failed.append((call, error))
+        self._update.is_awaited = True
 
     def _step(self, engine: LLMEngine) -> None:
         """A program. An error that ends a request is that request's own; any other is the engine's."""
-        before, rounds = engine.num_running + engine.num_waiting, list[Round]()
+        before, rounds = engine.num_running + engine.num_waiting, list[RoundOutput]()
         try:
             outputs = engine.step(rounds.append)
         except Exception:
@@ -170,34 +173,34 @@ class EngineLoop:
         self._metrics.program(rounds)
         now = monotonic()
         if self._unstarted:
-            self._start(engine.running | {output.request_id for output in outputs}, now)
+            self._start({one.request_id for one in engine.running} | {output.request_id for output in outputs}, now)
         for output in outputs:
             self._take(engine, output, now)
 
     def _start(self, running: set[str], now: float) -> None:
         for name in [name for name in self._unstarted if name in running]:
             del self._unstarted[name]
-            self._news.started.append((self._live[name][0], now))
+            self._update.started.append((self._live[name][0], now))
 
     def _take(self, engine: LLMEngine, output: RequestOutput, now: float) -> None:
         if output.request_id not in self._live:
             return  # it was ended here before
         call, index = self._live[output.request_id]
-        if any(own.finish_reason == "abort" for own in output.outputs):  # nobody asked for that
+        if any(own.finish_reason == "abort" for own in output.outputs):  # no client asked for that
             self._fail(engine, call, Refusal("decoding this request failed", 500))
             return
         if output.finished:
             del self._live[output.request_id]
-        self._news.outputs.append((call, index, output, now))
-        self._news.is_awaited |= call.streams or output.finished
+        self._update.outputs.append((call, index, output, now))
+        self._update.is_awaited |= call.streams or output.finished
 
-    def _tell(self, engine: LLMEngine) -> None:
+    def _send_update(self, engine: LLMEngine) -> None:
         """Waking the event loop's thread costs more than what it does then."""
-        news, waiting_tokens = self._news, sum(self._unstarted.values())
-        news.load = Load(engine.num_running, engine.num_waiting, waiting_tokens, engine.kv_cache_usage)
-        if news.is_awaited or news.load != self._load or len(news.outputs) >= MOST_KEPT:
-            self._news, self._load = News(), news.load
-            self._deliver(news)
+        update, waiting_tokens = self._update, sum(self._unstarted.values())
+        update.load = Load(engine.num_running, engine.num_waiting, waiting_tokens, engine.kv_cache_usage)
+        if update.is_awaited or update.load != self._load or len(update.outputs) >= MAX_UNSENT:
+            self._update, self._load = EngineUpdate(), update.load
+            self._deliver(update)
 
 
 def refusal_of(problem: Exception) -> Refusal:

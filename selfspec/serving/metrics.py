@@ -9,8 +9,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from selfspec.control.plan import LOOKUP
-from selfspec.decoding.results import Round
+from selfspec.core import LOOKUP, RoundOutput
 from selfspec.serving.calls import Call, Choice
 from selfspec.serving.protocol import Refusal
 
@@ -80,7 +79,7 @@ class Metrics:
         self._waiting.set_function(waiting)
         self._kv_usage.set_function(kv_usage)
 
-    def program(self, rounds: Sequence[Round]) -> None:
+    def program(self, rounds: Sequence[RoundOutput]) -> None:
         """Count the rounds of a program, all at once."""
         sums = defaultdict[Any, float](float)
         for round_ in rounds:
@@ -96,11 +95,11 @@ class Metrics:
                 sums[self._exits(layer)] += 1
             sums[self._wasted] += round_.num_wasted
             for row in round_.rows:
-                sums[self._new_tokens] += len(row.tokens)
+                sums[self._new_tokens] += len(row.token_ids)
                 if row.drafted:
                     self._lengths.observe(len(row.drafted))
                     sums[self._drafts] += 1
-                    sums[self._drafted] += len(row.drafted) + row.num_beside
+                    sums[self._drafted] += len(row.drafted) + row.num_branch_tokens
                     sums[self._accepted] += row.num_accepted
                     for position in range(row.num_accepted):
                         sums[self._positions(position)] += 1

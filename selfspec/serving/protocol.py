@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from selfspec.executors.logprobs import MOST_LOGPROBS
-from selfspec.params import SamplingParams
+from selfspec.core import MAX_LOGPROBS, SamplingParams
 
 COMPLETION_TOKENS = 16  # of a completion whose client names no length, as OpenAI has it
 CHAT_TOKENS = 1024  # of an answer, as far as the context holds them
@@ -112,7 +111,7 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class Asking(Body):
+class GenerationRequest(Body):
     """What both kinds of requests have."""
 
     model: str | None = None
@@ -151,8 +150,8 @@ class Asking(Body):
                 what = "is not supported" if name in NEUTRAL else "is no field of this request"
                 raise Refusal(f"{prefix}{name} {what}; leave it out", param=prefix + name, code="unsupported_parameter")
         number = self.num_likely
-        if number is not None and not 0 <= number <= MOST_LOGPROBS:
-            raise Refusal(f"logprobs must lie in 0..{MOST_LOGPROBS}, got {number}", param="logprobs")
+        if number is not None and not 0 <= number <= MAX_LOGPROBS:
+            raise Refusal(f"logprobs must lie in 0..{MAX_LOGPROBS}, got {number}", param="logprobs")
 
     def params(self, seed: int, max_tokens: int, vocab_size: int, **more: Any) -> SamplingParams:
         """How to continue the prompts.
@@ -186,8 +185,8 @@ class Asking(Body):
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 
-class CompletionRequest(Asking):
-    """Continue texts. With `echo` and `logprobs`, the log-likelihood of the prompt is told, too."""
+class CompletionRequest(GenerationRequest):
+    """Continue texts. With `echo` and `logprobs`, that of the prompt is returned, too."""
 
     prompt: (
         str
@@ -226,14 +225,14 @@ class Message(BaseModel):
 
     def as_dict(self) -> dict[str, Any]:
         """As chat templates take it: a content in parts is one text."""
-        told = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        fields = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
         content = self.content
         if isinstance(content, list):
             content = "".join(part.text for part in content)
-        return {"role": self.role, "content": content, **told}
+        return {"role": self.role, "content": content, **fields}
 
 
-class ChatRequest(Asking):
+class ChatRequest(GenerationRequest):
     """Answer a conversation."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_PARTS, fail_fast=True)]

@@ -36,8 +36,8 @@ STARTS = 2  # tries to start a replica before that is an error
 class ReplicaError(RuntimeError):
     """A process on Ray could not start, or failed; the message has its last words."""
 
-    def __init__(self, told: str) -> None:
-        lines = [line.strip() for line in told.splitlines() if line.strip()]
+    def __init__(self, text: str) -> None:
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
         last = lines[-1] if lines else "Ray does not say why"
         super().__init__(f"a replica failed: {re.sub(OWN_ERROR, '', last)}")
 

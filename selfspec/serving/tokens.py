@@ -59,17 +59,17 @@ class Reader:
         size = sum(len(one) for one in given if not isinstance(one, str))
         return await self._away(size, lambda: [self._text(one) for one in given])
 
-    async def chat(self, asked: ChatRequest) -> list[int]:
+    async def chat(self, request: ChatRequest) -> list[int]:
         """Token ids of a conversation, up to where the model answers.
 
         Raises:
             Refusal: there is no chat template, or it refuses the conversation.
         """
-        messages = [message.as_dict() for message in asked.messages]
+        messages = [message.as_dict() for message in request.messages]
         for message in messages:
             self._check_text(str(message["content"] or ""), "messages")
         size = sum(len(str(message)) for message in messages)
-        more = asked.chat_template_kwargs or {}
+        more = request.chat_template_kwargs or {}
         for name in more:
             if name in self._own_names:
                 where = "chat_template_kwargs"

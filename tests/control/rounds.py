@@ -1,17 +1,77 @@
-"""Rounds played by hand: rows, costs that are easy to reckon with, and what a policy is asked and told."""
+"""Simulated rounds: sequences, costs with simple numbers, and rounds whose outcomes a test decides."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from selfspec.control.cost_table import Table
-from selfspec.control.costs import Costs
-from selfspec.control.plan import LOOKUP, NUM_LOOKUP_BINS, Plan
-from selfspec.control.rows import RoundOutcome, RowOutcome, RowState, Shadow, StageSeconds, Tally
+from selfspec.control.costs import Copies, Costs, Table
+from selfspec.control.plan import NUM_LOOKUP_BINS, confidence_bin, table_of
+from selfspec.core import (
+    LOOKUP,
+    Plan,
+    Request,
+    RoundOutput,
+    RowRound,
+    SamplingParams,
+    Sequence,
+    ShadowPicks,
+    StageSeconds,
+)
 
-ROOMY, NOTHING = 10_000, (0,) * NUM_LOOKUP_BINS
+MANY, LAYERS = 10_000, 8
+
+
+class Tally(NamedTuple):
+    """Tokens of a row after matches, by bin of the match length, and how many of them were right."""
+
+    num_tokens: int = 0
+    seen: tuple = (0,) * NUM_LOOKUP_BINS
+    right: tuple = (0,) * NUM_LOOKUP_BINS
+
+
+class Match:
+    """A row's lookup: its match length, and the tallies that it gives one after another."""
+
+    def __init__(self, match=0, tallies=()):
+        self.match, self._tallies = match, iter(tallies)
+
+    def take_tally(self):
+        return next(self._tallies, Tally())
+
+
+class Repetition(Match):
+    """The lookup of a row that repeats itself."""
+
+    def take_tally(self):
+        return Tally(30, (0,) * 7 + (20, 0, 0), (0,) * 7 + (20, 0, 0))
+
+
+def sequence(seq_id=0, num_remaining=MANY, num_tokens=10, lookup=None, has_processors=False):
+    params = SamplingParams(logits_processors=[len] if has_processors else None)
+    tokens = range(num_tokens)  # policies read its length alone
+    return Sequence(seq_id, Request([0], params), tokens, num_tokens + num_remaining, lookup=lookup)
+
+
+def row_round(of, num_drafted, num_accepted, confidences=(), divergences=(), **more):
+    """What a round gave a sequence. of: the sequence, or its id."""
+    of = of if isinstance(of, Sequence) else sequence(of)
+    more |= {"confidences": confidences, "divergences": divergences}
+    return RowRound(of, num_drafted, num_accepted, [0] * (num_accepted + 1), **more)
+
+
+def ask(policy, *rows):
+    return policy.plan([*rows] or [sequence()])
+
+
+def tell(policy, *rows, plan=None):
+    plan = plan or Plan(1, (1,) * len(rows))
+    policy.observe(plan, [RoundOutput(plan.exit_layer, [*rows], StageSeconds(), plan)])
+
+
+# --------------------------------------------------------------------------------------------------------------- costs
 
 
 def costs(slow_batch=8):
@@ -26,32 +86,37 @@ def costs(slow_batch=8):
     return Costs(4, plain, {1: early}, late, head=nothing, pick=nothing, rest=nothing, short=nothing)
 
 
-def row(request_id=0, room=ROOMY):
-    return RowState(request_id, 10, room)
+def even_costs(head=2e-4, rows=(1, 4)):
+    """Costs of `LAYERS` layers that take a millisecond each, and a little more for every additional token."""
+
+    def layer(tokens):
+        return 1e-3 * (1 + 0.02 * tokens)
+
+    late = {r: Table.of({w: layer(r * w) for w in (1, 2, 4, 8, 18)}) for r in rows}
+    early = {r: Table.of({e: e * layer(r) for e in range(1, LAYERS)}) for r in rows}
+    one = Table.of({n: head * (1 + 0.02 * n) for n in (1, 8, 64)})
+    plain = Table.of({r: LAYERS * layer(r) for r in rows})
+    few = Table.of({1: 1e-5, 64: 5e-5})
+    return Costs(LAYERS, plain, early, late, head=one, pick=few, rest=few, short=few, context=1e-6)
 
 
-class Found:
-    """What lookup finds of a row."""
-
-    def __init__(self, match=0, tallies=None):
-        self.match = match
-        self._tallies = iter(tallies or ())  # what the row's index tells when it is asked, one after another
-
-    def take_tally(self):
-        return next(self._tallies, Tally(0, NOTHING, NOTHING))
+def with_dear_contexts(costs):
+    """Costs where reading the KV cache is slow for many rows and for many tokens of a row."""
+    contexts, widths = {4: Table((0, 128, 256), (0.0, 4e-3, 1e-2))}, Table((1, 4), (8e-6, 2e-5))
+    return replace(costs, context=2e-5, contexts=contexts, context_width=8e-6, context_widths=widths)
 
 
-def ask(policy, *rows):
-    return policy.plan(rows or [row()])
+def with_copies(costs, faster=4.0):
+    """Costs where 4-bit copies are `faster` than the layers."""
+    early = {rows: table.scaled(1 / faster) for rows, table in costs.early.items()}
+    return replace(costs, copies=Copies({}, early, costs.head.scaled(1 / faster)))
 
 
-def tell(policy, *outcomes, plan=None, seconds=None):
-    plan = plan or Plan(1, (1,) * len(outcomes))
-    policy.observe(plan, [RoundOutcome(plan.exit_layer, outcomes, seconds or StageSeconds())])
+# ---------------------------------------------------------------------------------------------------------- simulation
 
 
 class Played(NamedTuple):
-    """A round that was played."""
+    """A simulated round."""
 
     plan: Plan
     exit_layer: int | None  # what drafted
@@ -60,36 +125,135 @@ class Played(NamedTuple):
 
 
 def play(policy, costs, num_rounds, right=lambda plan, n: n, slower=lambda plan: 1.0, lookup=None, most=100):
-    """Rounds of one row, program by program, in which `right` of the drafted tokens are right.
+    """Rounds of one row, program by program, in which `right` of the drafted tokens are accepted.
 
     Args:
-        slower: by how much longer drafts take than the costs say.
-        lookup: what is found of the row.
-        most: tokens that are drafted at most.
+        slower: factor on the time of drafted rounds, relative to the costs.
+        lookup: the row's lookup.
+        most: maximum number of drafted tokens.
     """
-    done, length, room = [], 50, 90_000
+    done, length = [], 50
     while len(done) < num_rounds:
-        plan = policy.plan([RowState(0, length, room - length, lookup)])
-        rounds = []
+        row = sequence(0, 90_000 - length, length, lookup)
+        plan, rounds = policy.plan([row]), []
         while len(rounds) < plan.num_rounds and len(done) < num_rounds:
-            table = plan.table if lookup is not None else None
-            found = table.drafted([lookup.match], [room - length - 1]) if table is not None else None
+            table = table_of(plan) if lookup is not None else None
+            found = table.drafted([lookup.match], [row.num_remaining - 1]) if table is not None else None
             exit_layer = LOOKUP if found else plan.exit_layer or None
             n = min(most, (found or plan.draft_lengths)[0]) if exit_layer is not None else 0
             kept, layers, shadow = right(plan, n) if n else 0, (), None
             if plan.shadow is not None and not found:
                 layers = plan.shadow.layers
                 hits = np.ones((len(layers), kept + 1), bool)
-                shadow = Shadow(layers, hits, np.full(hits.shape, 0.9, np.float32))
+                shadow = ShadowPicks(layers, hits, np.full(hits.shape, 0.9, np.float32))
             took = costs.stages(exit_layer, [n], copies=plan.draft_bits is not None and not found)
             took = {stage: taken * (slower(plan) if exit_layer else 1.0) for stage, taken in took.items()}
-            outcome = RowOutcome(0, n, kept, (0.9,) * n if exit_layer else (), shadow=shadow)
-            if found:
-                outcome = outcome._replace(match=lookup.match)
-            rounds.append(RoundOutcome(exit_layer, [outcome], StageSeconds(**took, shadow=1e-4 if layers else 0.0)))
+            match = {"match_length": lookup.match} if found else {}
+            one = row_round(row, n, kept, (0.9,) * n if exit_layer else (), shadow=shadow, **match)
+            seconds = StageSeconds(**took, shadow=1e-4 if layers else 0.0)
+            rounds.append(RoundOutput(exit_layer, [one], seconds, plan))
             done.append(Played(plan, exit_layer, n, len(rounds) == 1))
             length += kept + 1
             if layers:
                 break
         policy.observe(plan, rounds)
     return done
+
+
+class Text(NamedTuple):
+    """An output: whether each layer's pick is its token, `[LAYERS - 1, n]`, and with which confidence."""
+
+    hits: np.ndarray
+    confidences: np.ndarray
+
+
+def texts(acceptance, count=4, num_tokens=256, is_informative=True):
+    """Texts in which all layers are right equally often, with confidences that depend on it, or do not."""
+    made = []
+    for seed in range(count):
+        rng = np.random.default_rng(seed)
+        hits = rng.random((LAYERS - 1, num_tokens)) < acceptance
+        confidences = rng.random(hits.shape)
+        if is_informative:
+            confidences = np.where(hits, 0.5 + 0.5 * confidences, 0.7 * confidences)
+        made.append(Text(hits, confidences))
+    return made
+
+
+class Decoded(NamedTuple):
+    rounds: list[RoundOutput]
+    seconds: float
+    plain_seconds: float  # of plain decoding of the same texts
+
+
+def decode(policy, costs, all_texts, true_costs=None):
+    """Decode texts as one batch, whose rounds take what `true_costs` says; default: `costs`."""
+    true_costs, places = true_costs or costs, [0] * len(all_texts)
+    done, seconds, plain = [], 0.0, 0.0
+    prompt, rng = 33, np.random.default_rng(0)
+    ends = [text.hits.shape[1] for text in all_texts]
+    rows = [sequence(i, end, prompt) for i, end in enumerate(ends)]
+    for row, text in zip(rows, all_texts, strict=True):
+        layers = policy.seed_layers(row)
+        if layers:
+            policy.seed(row, shadow_of(text, layers, 0, 16))
+    while rows:
+        plan, rounds = policy.plan(rows), []
+        while len(rounds) < plan.num_rounds and all(places[row.seq_id] < ends[row.seq_id] for row in rows):
+            drafted, confidences = draft(plan, rows, all_texts, places, rng)
+            outcomes = []
+            for i, (row, n) in enumerate(zip(rows, drafted, strict=True)):
+                text, at = all_texts[row.seq_id], places[row.seq_id]
+                hits = text.hits[plan.exit_layer - 1, at : at + n] if n else np.ones(0, bool)
+                accepted = n if hits.all() else int(hits.argmin())
+                shadow = None
+                if plan.shadow is not None and i in plan.shadow.rows:
+                    judged = min(accepted + 1, plan.shadow.max_columns)
+                    shadow = shadow_of(text, plan.shadow.layers, at, at + judged)
+                outcomes.append(row_round(row, n, accepted, tuple(confidences[i]), shadow=shadow))
+            exit_layer = plan.exit_layer if any(drafted) else None
+            context = true_costs.context_of([row.num_tokens for row in rows])
+            took = StageSeconds(**true_costs.stages(exit_layer, drafted, context))
+            judged = [one.shadow.hits.size for one in outcomes if one.shadow is not None]
+            took.shadow = true_costs.shadow(1, sum(judged))
+            rounds.append(RoundOutput(exit_layer, outcomes, took, plan))
+            seconds += took.total
+            longest = max(one.num_emitted for one in outcomes)
+            emitting = [sum(one.num_emitted > i for one in outcomes) for i in range(longest)]
+            plain += sum(true_costs.plain_round(n, context + i) for i, n in enumerate(emitting))
+            for row, one in zip(rows, outcomes, strict=True):
+                places[row.seq_id] += one.num_emitted
+                row.token_ids = range(prompt + places[row.seq_id])
+            if plan.shadow is not None:
+                break
+        policy.observe(plan, rounds)
+        done += rounds
+        rows = [row for row in rows if places[row.seq_id] < ends[row.seq_id]]
+    return Decoded(done, seconds, plain)
+
+
+def draft(plan, rows, all_texts, places, rng):
+    """Drafted tokens per row, and their confidences; those after a wrong token are random."""
+    lengths = [min(n, row.num_remaining - 1) for n, row in zip(plan.draft_lengths, rows, strict=True)]
+    if plan.exit_layer is None:
+        return [0] * len(rows), [[] for _ in rows]
+    drafted, confidences, survival = [0] * len(rows), [[] for _ in rows], [1.0] * len(rows)
+    live, is_wrong = [i for i, n in enumerate(lengths) if n], [False] * len(rows)
+    while live:
+        for i in live:
+            text, at = all_texts[rows[i].seq_id], places[rows[i].seq_id] + drafted[i]
+            one = rng.random() if is_wrong[i] else text.confidences[plan.exit_layer - 1, at]
+            is_wrong[i] |= not text.hits[plan.exit_layer - 1, at]
+            confidences[i].append(float(one))
+            drafted[i] += 1
+            if plan.stop is not None:
+                survival[i] *= plan.stop.calibration[confidence_bin(one)]
+        if plan.stop is not None and not plan.stop.goes_on([survival[i] for i in live]):
+            break
+        live = [i for i in live if drafted[i] < lengths[i] and confidences[i][-1] >= plan.min_confidence]
+    return drafted, confidences
+
+
+def shadow_of(text, layers, start, stop):
+    index = np.array(layers) - 1
+    return ShadowPicks(tuple(layers), text.hits[index, start:stop], text.confidences[index, start:stop])

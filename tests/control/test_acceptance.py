@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -10,14 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.replay import replay
-from selfspec.control.acceptance import Agreement, SecondRates, Tracker, is_prior, likely_seconds, read_prior
-from selfspec.control.adaptive import Adaptive
-from selfspec.control.decay import Decayed, TokenClock
-from selfspec.control.plan import CONFIDENCE_EDGES, NUM_BINS, SecondChoices, confidence_bin
-from selfspec.control.rows import Shadow
-from tests.control.test_adaptive import LAYERS, traces
-from tests.eval.replays import made_up_costs
+from selfspec.control.acceptance import Agreement, Decayed, TokenClock, Tracker, is_prior, read_prior
+from selfspec.control.plan import CONFIDENCE_EDGES, NUM_BINS, confidence_bin
+from selfspec.core import ShadowPicks
+from tests.control.rounds import LAYERS
 
 # ------------------------------------------------------------------------------------------------------ decayed counts
 
@@ -60,7 +55,7 @@ def test_layers_never_seen_have_the_prior_and_no_nan():
 def test_a_shadow_counts_for_every_layer_it_saw():
     tracker = Tracker(4)
     confidences = np.array([[0.1, 0.9], [0.6, 0.999]], np.float32)
-    tracker.add_shadow(Shadow((1, 3), np.array([[True, False], [True, True]]), confidences))
+    tracker.add_shadow(ShadowPicks((1, 3), np.array([[True, False], [True, True]]), confidences))
     hits, misses = seen_of(tracker)
     assert hits[0, confidence_bin(0.1)] == misses[0, BIN] == 1
     assert hits[2, confidence_bin(0.6)] == hits[2, confidence_bin(0.999)] == 1
@@ -251,60 +246,3 @@ def test_a_later_agreement_starts_from_what_was_seen_and_from_nothing_that_is_no
     ones, short = [1.0] * (LAYERS - 1), [1.0] * (LAYERS - 2)
     for given_ in (None, 3, "x", [ones], [short, short], [ones, [float("nan")] * (LAYERS - 1)], [ones, [-1.0, *short]]):
         assert Agreement(LAYERS, TokenClock(), given_).pooled == 1
-
-
-# ------------------------------------------------------------------------------------------------------- second choices
-
-
-def test_what_the_second_choices_of_one_layer_show_is_expected_of_the_others_a_little_and_is_forgotten():
-    rates = SecondRates(4)
-    first = rates.of(2)
-    for _ in range(60):
-        rates.add(2, 0.9, True)
-    seen, others = rates.of(2)[-1], rates.of(1)[-1]
-    assert 1 > seen > others > 0.8 and rates.of(1) == rates.of(3)
-    assert rates.of(2)[0] == first[0], "of what is unsure it tells nothing"
-    rates.pass_time(1e5)
-    assert rates.of(2) == pytest.approx(first)
-
-
-@given(
-    st.lists(st.floats(0, 1), max_size=10), st.floats(0, 0.3), st.floats(0, 1), st.integers(0, 8), st.floats(0.05, 1)
-)
-def test_none_are_drafted_unless_all_of_them_together_gain_enough(confidences, least, enough, most, right):
-    rule = SecondChoices((right,) * NUM_BINS, (0.6,) * NUM_BINS, least, 99)
-    chances = [right**at * (1 - right) * 0.6 for at in range(len(confidences))]
-    free = likely_seconds(rule, confidences, most)
-    gain = sum(chances[at] - least for at in free)
-    if abs(gain - enough) > 1e-9:
-        assert likely_seconds(rule._replace(enough=enough), confidences, most) == (free if gain > enough else [])
-
-
-def seconds_of(texts, drafts, costs):
-    return sum(replay([trace], Adaptive(costs, drafts=drafts), costs).seconds for trace in texts)
-
-
-def with_seconds(acceptance, share):
-    """Where a layer's first choice is wrong, its second is right so often."""
-    texts = traces(acceptance)
-    rng = np.random.default_rng(1)
-    return [replace(trace, seconds=~trace.hits & (rng.random(trace.hits.shape) < share)) for trace in texts]
-
-
-@pytest.mark.parametrize("acceptance", [0.5, 0.8])
-def test_second_choices_gain_where_they_are_right_and_cost_little_where_they_never_are(acceptance):
-    costs = made_up_costs(LAYERS)
-    alone, beside = ("exit",), ("exit", "tree")
-    right, never = with_seconds(acceptance, 0.9), with_seconds(acceptance, 0.0)
-    assert seconds_of(right, alone, costs) > 1.05 * seconds_of(right, beside, costs)
-    assert seconds_of(never, alone, costs) > 0.97 * seconds_of(never, beside, costs)
-
-
-@pytest.mark.parametrize("drafts", [("exit",), ("exit", "lookup"), ("exit", "tree")])
-def test_second_choices_are_drafted_beside_an_exit_where_branches_are_allowed(drafts):
-    costs = made_up_costs(LAYERS)
-    rounds = replay(with_seconds(0.6, 0.9), Adaptive(costs, drafts=drafts), costs).rounds
-    exits = [round_.plan for round_ in rounds if round_.plan.exit_layer]
-    assert exits and all((plan.second_choices is not None) == ("tree" in drafts) for plan in exits)
-    more = [row.num_drafted - n for r in rounds for row, n in zip(r.rows, r.plan.draft_lengths, strict=True)]
-    assert (max(more) > 0) == ("tree" in drafts)

@@ -1,4 +1,4 @@
-"""When drafts are over a part of the vocabulary: where the head is dear, the text is covered, and no row objects."""
+"""Drafts over a part of the vocabulary, and by 4-bit copies of the layers: where they pay, and where they may not."""
 
 from __future__ import annotations
 
@@ -9,14 +9,21 @@ import pytest
 
 from selfspec.control.acceptance import Tracker
 from selfspec.control.adaptive import Adaptive
-from selfspec.control.cost_table import Copies
-from selfspec.control.plan import DRAFTS
+from selfspec.control.plan import SEED_POSITIONS
 from selfspec.control.round_costs import BY_LAYERS, MOST, Drafter, Drafters, RoundCosts
-from selfspec.control.rows import RowOutcome, RowState
-from tests.control.rounds import play, tell
-from tests.eval.replays import made_up_costs, with_dear_contexts
+from selfspec.core import DRAFTERS, ShadowPicks
+from tests.control.rounds import (
+    LAYERS,
+    even_costs,
+    play,
+    row_round,
+    sequence,
+    tell,
+    with_copies,
+    with_dear_contexts,
+)
 
-LAYERS, VOCAB = 8, 131072
+VOCAB = 131072
 DEAR = 5e-3  # seconds of a head, where a layer takes one millisecond
 
 
@@ -40,9 +47,9 @@ def good_layers(rate=0.9):
 
 
 def planned(head, text, **kinds):
-    policy = Adaptive(made_up_costs(LAYERS, head=head), good_layers(), drafts=["exit"])
+    policy = Adaptive(even_costs(head=head), good_layers(), drafters=["exit"])
     policy.set_vocabulary(text)
-    return policy.plan([RowState(0, 40, 100, **kinds)])
+    return policy.plan([sequence(0, 100, 40, **kinds)])
 
 
 def test_the_part_of_most_tokens_per_second_is_drafted_over():
@@ -61,7 +68,7 @@ def test_elsewhere_drafts_are_over_all_of_it(head, text):
 
 
 def test_small_vocabularies_have_no_parts_however_dear_their_head():
-    dear = made_up_costs(LAYERS, head=DEAR)
+    dear = even_costs(head=DEAR)
     sizes = {
         v: [drafter.draft_vocab for drafter in Drafters(dear, Text(v)).now()]
         for v in (4096, 16383, 16384, 32768, VOCAB)
@@ -88,12 +95,12 @@ def test_what_a_part_does_not_cover_lowers_the_chances_that_drafts_stop_by():
 
 
 def test_tokens_that_no_draft_could_have_picked_do_not_count_against_the_layer():
-    def after(is_left_out):
-        policy = Adaptive(made_up_costs(LAYERS, head=DEAR), good_layers(), exit_layers=[2], drafts=["exit"])
+    def after(is_outside_vocab):
+        policy = Adaptive(even_costs(head=DEAR), good_layers(), exit_layers=[2], drafters=["exit"])
         policy.set_vocabulary(Text(s16384=0.9, s32768=0.9))
         for _ in range(20):
-            plan = policy.plan([RowState(0, 40, 100)])
-            tell(policy, RowOutcome(0, 3, 2, (0.9,) * 3, is_left_out=is_left_out), plan=plan)
+            plan = policy.plan([sequence(0, 100, 40)])
+            tell(policy, row_round(0, 3, 2, (0.9,) * 3, is_outside_vocab=is_outside_vocab), plan=plan)
         return policy.tracker.estimates()[0][1]
 
     kept, lowered = after(True), after(False)
@@ -101,8 +108,8 @@ def test_tokens_that_no_draft_could_have_picked_do_not_count_against_the_layer()
 
 
 def test_it_leaves_a_part_that_no_longer_covers_the_text():
-    text, costs = Text(s16384=1.0, s32768=1.0), made_up_costs(LAYERS, head=DEAR)
-    policy = Adaptive(costs, good_layers(), drafts=["exit"])
+    text, costs = Text(s16384=1.0, s32768=1.0), even_costs(head=DEAR)
+    policy = Adaptive(costs, good_layers(), drafters=["exit"])
     policy.set_vocabulary(text)
 
     def drive(num_rounds):
@@ -116,7 +123,7 @@ def test_it_leaves_a_part_that_no_longer_covers_the_text():
 @pytest.mark.parametrize("share", [0.125, 1.0])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_rounds_that_draft_over_a_part_take_what_the_table_says(share, rows):
-    costs = made_up_costs(LAYERS, head=DEAR)
+    costs = even_costs(head=DEAR)
     costs = replace(costs, pick=costs.pick.scaled(20))
     rounds = RoundCosts(costs, rows).rounds(3, Drafter(share=share))
     for drafted in (1, 5, MOST):
@@ -125,7 +132,7 @@ def test_rounds_that_draft_over_a_part_take_what_the_table_says(share, rows):
 
 def test_drafts_over_a_part_promise_more_tokens_per_second_where_they_cover_the_text():
     right, share = np.full((LAYERS - 1, 12), 0.8), np.full((LAYERS - 1, 12), 1 / 12)
-    round_costs = RoundCosts(made_up_costs(LAYERS, head=DEAR), 1)
+    round_costs = RoundCosts(even_costs(head=DEAR), 1)
     round_costs.drafters = [BY_LAYERS, Drafter(16384, 0.125)]
     over_all, over_a_part = round_costs.rates(right, share, np.ones((2, LAYERS - 1)))[0]
     assert (over_a_part > over_all).all()
@@ -133,18 +140,10 @@ def test_drafts_over_a_part_promise_more_tokens_per_second_where_they_cover_the_
     assert (covering_little < over_a_part).all()
 
 
-def with_copies(costs, faster=4.0):
-    """Costs of a machine whose copies take a part of what the layers take."""
-    first, early = (
-        {rows: t.scaled(1 / faster) for rows, t in (m or costs.early).items()} for m in (costs.first, costs.early)
-    )
-    return replace(costs, copies=Copies(first, early, costs.head.scaled(1 / faster)))
-
-
-def drafting(faster=4.0, has_copies=True, drafts=DRAFTS, **kinds):
-    policy = Adaptive(with_copies(made_up_costs(LAYERS), faster), good_layers(), drafts=[*drafts])
+def drafting(faster=4.0, has_copies=True, drafters=DRAFTERS, **kinds):
+    policy = Adaptive(with_copies(even_costs(), faster), good_layers(), drafters=[*drafters])
     policy.set_copies(has_copies)
-    return policy.plan([RowState(0, 40, 100, **kinds)])
+    return policy.plan([sequence(0, 100, 40, **kinds)])
 
 
 def test_copies_draft_where_that_pays_for_reading_all_layers_afterwards():
@@ -157,9 +156,9 @@ def test_copies_draft_where_that_pays_for_reading_all_layers_afterwards():
 def test_copies_that_are_known_draft_where_the_layers_themselves_do_not_pay(is_known, bits):
     prior = good_layers(0.3) | ({"agreement": [[60.0] * (LAYERS - 1)] * 2} if is_known else {})
     for has_copies in (False, True):
-        policy = Adaptive(with_copies(made_up_costs(LAYERS), 1.7), prior, drafts=["exit", "copies"])
+        policy = Adaptive(with_copies(even_costs(), 1.7), prior, drafters=["exit", "copies"])
         policy.set_copies(has_copies)
-        plan = policy.plan([RowState(0, 40, 100)])
+        plan = policy.plan([sequence(0, 100, 40)])
         assert plan.draft_bits == (bits if has_copies else None)
         assert (plan.exit_layer is None) == (plan.draft_bits is None)
 
@@ -167,7 +166,7 @@ def test_copies_that_are_known_draft_where_the_layers_themselves_do_not_pay(is_k
 def test_copies_do_not_draft_where_there_are_none_or_they_may_not():
     for plan in (
         drafting(has_copies=False),
-        drafting(drafts=["exit", "tree"]),
+        drafting(drafters=["exit"]),
         drafting(has_processors=True),
         planned(2e-4, None),
     ):
@@ -176,22 +175,22 @@ def test_copies_do_not_draft_where_there_are_none_or_they_may_not():
 
 def test_copies_draft_over_a_part_of_the_vocabulary_where_their_own_head_is_dear():
     def ways(head):
-        costs = with_copies(made_up_costs(LAYERS, head=head), 4.0)
+        costs = with_copies(even_costs(head=head), 4.0)
         return [drafter.key for drafter in Drafters(costs, Text(s16384=1.0), copies=True).now()]
 
     assert ways(2e-4) == [(None, None), (None, 4)]
     assert ways(DEAR) == [(None, None), (None, 4), (16384, None), (16384, 4), (32768, None), (32768, 4)]
-    policy = Adaptive(with_copies(made_up_costs(LAYERS, head=DEAR), 4.0), good_layers(), drafts=["exit", "copies"])
+    policy = Adaptive(with_copies(even_costs(head=DEAR), 4.0), good_layers(), drafters=["exit", "copies"])
     policy.set_copies(True)
     policy.set_vocabulary(Text(s16384=0.99))
-    plan = policy.plan([RowState(0, 40, 100)])
+    plan = policy.plan([sequence(0, 100, 40)])
     assert (plan.exit_layer, plan.draft_vocab, plan.draft_bits) == (2, 16384, 4)
 
 
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("share", [1.0, 0.25])
 def test_rounds_that_copies_draft_in_take_what_the_table_says(rows, share):
-    costs = with_dear_contexts(with_copies(made_up_costs(LAYERS), 3.0))
+    costs = with_dear_contexts(with_copies(even_costs(), 3.0))
     copies, how = Drafter(share=share, draft_bits=4, deepest=4), {"copies": True, "draft_share": share}
     round_costs = RoundCosts(costs, rows, 300)
     round_costs.drafters = [BY_LAYERS, copies]
@@ -202,24 +201,16 @@ def test_rounds_that_copies_draft_in_take_what_the_table_says(rows, share):
 
 
 def test_the_clock_says_of_copies_what_it_does_not_say_of_the_layers():
-    costs = with_copies(made_up_costs(LAYERS), 1.5)
-    policy = Adaptive(costs, good_layers(), exit_layers=[2], drafts=["exit", "copies"])
+    costs = with_copies(even_costs(), 1.5)
+    policy = Adaptive(costs, good_layers(), exit_layers=[2], drafters=["exit", "copies"])
     policy.set_copies(True)
     slow = lambda plan: 40.0 if plan.draft_bits else 1.0  # noqa: E731  # copies are far slower than the table says
     seen = [one.plan.draft_bits for one in play(policy, costs, 200, slower=slow, most=3)]
     assert seen[0] == 4 and seen[-1] is None
 
 
-def test_a_row_with_processors_is_noticed_whoever_left():
-    policy = Adaptive(made_up_costs(LAYERS, head=DEAR), good_layers(), drafts=["exit"])
-    policy.set_vocabulary(Text(s16384=1.0, s32768=1.0))
-    rows = [RowState(i, 40, 100) for i in range(2)]
-    seen = [policy.plan([*rows[:1], row]).draft_vocab for row in (rows[1], RowState(2, 40, 100, has_processors=True))]
-    assert seen == [16384, None] and policy.plan(rows).draft_vocab == 16384
-
-
 def test_a_policy_that_serves_another_engine_decides_anew():
-    costs = with_copies(made_up_costs(LAYERS), 4.0)
+    costs = with_copies(even_costs(), 4.0)
     policy = Adaptive(costs, good_layers())
     for has_copies in (True, False, True):
         policy.set_copies(has_copies)
@@ -228,12 +219,51 @@ def test_a_policy_that_serves_another_engine_decides_anew():
 
 
 def test_copies_are_of_no_more_than_half_of_the_layers():
-    costs = with_copies(made_up_costs(LAYERS), 1000.0)
+    costs = with_copies(even_costs(), 1000.0)
     tracker = Tracker(LAYERS)
     for _ in range(60):
         for layer in range(1, LAYERS):
             tracker.add(layer, [True] * (layer + 10) + [False], [0.9] * (layer + 11))
-    policy = Adaptive(costs, tracker.state() | {"agreement": [[60.0] * (LAYERS - 1)] * 2}, drafts=["exit", "copies"])
+    policy = Adaptive(costs, tracker.state() | {"agreement": [[60.0] * (LAYERS - 1)] * 2}, drafters=["exit", "copies"])
     policy.set_copies(True)
-    plan = policy.plan([RowState(0, 40, 100)])
+    plan = policy.plan([sequence(0, 100, 40)])
     assert plan.draft_bits == 4 and plan.exit_layer <= LAYERS // 2
+
+
+def drafted_by(policy, costs, copies_are_right, num_rounds):
+    """By what a policy drafts, round by round, where layers are always right and their copies always, or never."""
+    rounds = play(policy, costs, num_rounds, lambda plan, n: n if plan.draft_bits is None or copies_are_right else 0)
+    return [one.plan.draft_bits if one.exit_layer else "plain" for one in rounds]
+
+
+def policy_of(costs, prior=None):
+    policy = Adaptive(costs, prior, drafters=["exit", "copies"])
+    policy.set_copies(True)
+    return policy
+
+
+@pytest.mark.parametrize("copies_are_right", [True, False])
+def test_layers_draft_where_they_are_right_and_their_copies_are_not(copies_are_right):
+    costs = with_copies(even_costs(), faster=1.5)
+    last = drafted_by(policy_of(costs), costs, copies_are_right, 300)[-100:]
+    assert last.count(4) > 80 if copies_are_right else last.count(None) > 80
+
+
+def test_wrong_drafts_of_copies_are_no_misses_of_a_layer_that_a_prompt_showed():
+    costs = with_copies(even_costs(), faster=1.5)
+    policy, layers = policy_of(costs), tuple(range(1, LAYERS))
+    hits = np.ones((len(layers), SEED_POSITIONS), bool)
+    policy.seed(sequence(0, 40_000, 40), ShadowPicks(layers, hits, np.full(hits.shape, 0.9, np.float32)))
+    by = drafted_by(policy, costs, False, 40)
+    assert by[0] == 4 and by[-1] is None
+    assert np.sum(policy.state()["hits"]) > 0 and np.sum(policy.state()["misses"]) == 0
+
+
+def test_copies_that_were_never_right_do_not_draft_first_in_a_later_text():
+    costs = with_copies(even_costs(), faster=1.5)
+    policy = policy_of(costs)
+    drafted_by(policy, costs, False, 300)
+    state = policy.state()
+    assert drafted_by(policy_of(costs, state), costs, False, 1) == [None]
+    state = {name: part for name, part in state.items() if name not in ("agreement", "correction")}
+    assert drafted_by(policy_of(costs, state), costs, False, 1) == [4]

@@ -7,8 +7,7 @@ import pytest
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs, RoundLimits
 from selfspec.control.round_costs import RECORDED_LENGTHS, RoundCosts, recorded_exits
-from selfspec.control.rows import RowState, Tally
-from tests.control.rounds import Found, costs, play, row
+from tests.control.rounds import Match, Tally, costs, play, sequence
 
 LIMITS = RoundLimits(longest=15, tokens=64, rows=4)
 
@@ -23,7 +22,7 @@ def test_drafts_have_few_lengths_and_no_stop_rule(right):
     done = play(Adaptive(given), given, 300, lambda plan, n: min(n, right))
     assert any(one.exit_layer for one in done[200:]) == (right > 0)
     for one in done:
-        assert one.plan.stop is None and one.plan.second_choices is None
+        assert one.plan.stop is None
         assert set(one.plan.draft_lengths) <= {0, *RECORDED_LENGTHS}
         assert one.plan.shadow is None or one.plan.exit_layer is None
 
@@ -46,11 +45,10 @@ def test_a_length_is_kept_where_another_gains_little():
 @pytest.mark.parametrize(("num_rows", "longest"), [(1, 15), (2, 15), (3, 15), (4, 15), (5, 0), (9, 0)])
 def test_more_rows_than_are_recorded_do_not_draft(num_rows, longest):
     policy = Adaptive(recorded(), exit_layers=[1])
-    rows = [row(i) for i in range(num_rows)]
-    for _ in rows:
+    for _ in range(num_rows):
         policy.tracker.add_draft(1, 20, (0.9,) * 20)
-    rows = [one._replace(lookup=Found(40, [Tally(50, (50,) * 10, (50,) * 10)] * 9)) for one in rows]
-    plan = policy.plan(rows)
+    tallies = [Tally(50, (50,) * 10, (50,) * 10)] * 9
+    plan = policy.plan([sequence(i, lookup=Match(40, tallies)) for i in range(num_rows)])
     assert RoundCosts(recorded(), num_rows).longest == longest
     assert max(plan.draft_lengths) <= longest and (plan.exit_layer is not None) == (longest > 0)
     if plan.lookups is not None:
@@ -77,4 +75,4 @@ def test_exit_layers_lie_in_the_first_half(num_layers):
 def test_other_exit_layers_can_be_asked_for():
     policy = Adaptive(recorded(), exit_layers=[3])
     policy.tracker.add_draft(3, 40, (0.9,) * 40)
-    assert policy.plan([RowState(0, 10, 100)]).exit_layer in (3, None)
+    assert policy.plan([sequence(0, 100)]).exit_layer in (3, None)

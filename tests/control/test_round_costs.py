@@ -11,16 +11,15 @@ from hypothesis import strategies as st
 
 from selfspec.control.plan import NUM_BINS, SurvivalStop
 from selfspec.control.round_costs import CAPS, MOST, RoundCosts
-from tests.eval.replays import made_up_costs, with_dear_contexts
+from tests.control.rounds import LAYERS, even_costs, with_dear_contexts
 
-LAYERS = 8
 ALL = np.ones((1, LAYERS - 1))  # coverages
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, LAYERS - 1), st.sampled_from([1, 4]), st.integers(1, 900))
 def test_the_limit_of_a_layer_is_what_it_promises_if_it_is_always_right(layer, rows, context):
-    costs = with_dear_contexts(made_up_costs(LAYERS))
+    costs = with_dear_contexts(even_costs())
     round_costs = RoundCosts(costs, rows, context)
     limit = max(rows * (1 + n) / costs.round(layer, [n] * rows, context) for n in range(1, MOST + 1))
     assert round_costs.limits()[layer - 1] == pytest.approx(limit)
@@ -34,7 +33,7 @@ def test_tokens_per_second_of_a_stop_are_what_adding_up_all_drafts_gives(seed, b
     rng = np.random.default_rng(seed)
     right, share = np.sort(rng.random((LAYERS - 1, NUM_BINS)), 1), rng.random((LAYERS - 1, NUM_BINS))
     share /= share.sum(1, keepdims=True)
-    costs, line = made_up_costs(LAYERS), exit_layer - 1
+    costs, line = even_costs(), exit_layer - 1
     [rates], drafted = RoundCosts(costs, 1).rates(right, share, ALL)
     on, also_right = share[line, bin_:].sum(), (share * right)[line, bin_:].sum()
     chance, expected, kept = 1.0, 0.0, 0.0
@@ -53,7 +52,7 @@ def test_tokens_per_second_of_a_stop_are_what_adding_up_all_drafts_gives(seed, b
 
 @given(st.integers(1, LAYERS - 1), st.integers(0, MOST), st.sampled_from([1, 4]), st.integers(1, 900))
 def test_rounds_take_what_the_table_says_their_dear_first_pass_included(exit_layer, drafted, rows, context):
-    costs = with_dear_contexts(made_up_costs(LAYERS))
+    costs = with_dear_contexts(even_costs())
     costs = replace(costs, first={rows: table.scaled(1.5) for rows, table in costs.early.items()})
     costs = replace(costs, plain_head=costs.head.scaled(1.3))
     round_costs = RoundCosts(costs, rows)
@@ -67,14 +66,3 @@ def test_rows_draft_on_together_while_their_mean_survival_pays():
     stop = SurvivalStop((0.5,) * NUM_BINS, least=0.4)
     assert stop.goes_on([0.9, 0.1]) and stop.goes_on([0.4])
     assert not stop.goes_on([0.9, 0.1, 0.1]) and not stop.goes_on([0.39])
-
-
-@pytest.mark.parametrize("exit_layer", [1, 3, 6])
-@pytest.mark.parametrize("drafted", [1, 4, 12])
-def test_tokens_beside_a_draft_add_what_the_table_says(exit_layer, drafted):
-    costs = made_up_costs(LAYERS)
-    fixed, each = RoundCosts(costs, 1).branch_seconds(exit_layer, drafted)
-    without = costs.round(exit_layer, [drafted])
-    for count in (1, 3, 5):
-        added = costs.round(exit_layer, [drafted], second_choices=[count]) - without
-        assert fixed + count * each == pytest.approx(added, rel=0.05, abs=1e-6)

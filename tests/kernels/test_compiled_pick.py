@@ -31,7 +31,7 @@ def by_torch(logits, samplings, positions):
 
 def compiled(logits, samplings, positions, tokens=None):
     how = b"".join(sampling_bytes(*sampling.filters, sampling.seed) for sampling in samplings)
-    return compiled_pick(logits, how, positions, tokens, with_sure=True, with_seconds=True)
+    return compiled_pick(logits, how, positions, tokens, with_confidence=True)
 
 
 def check(logits, samplings, positions):

@@ -18,18 +18,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from selfspec.executors.cpu.buffer_pool import BufferPool
 from selfspec.executors.cpu.exit_head import PackedExitHeads
 from selfspec.executors.cpu.four_bit import PackedInt4, RoundedLayers
 from selfspec.executors.cpu.packed import Packed, fits_half, pack_layer
 from selfspec.executors.cpu.rotary import RotaryTables
 from selfspec.executors.cpu.shadow import shadow_picks
-from selfspec.executors.cpu.spare import BufferPool
 from selfspec.kernels import compiled_call as c
 from selfspec.kernels.layout import Norm
 from selfspec.kernels.room import LargePageAllocator
 from selfspec.model.draft_vocabulary import Subset
 from selfspec.model.exit_heads import ExitHeads
-from selfspec.model.kv_cache import PackedRows, PagedCache, Span
+from selfspec.model.kv_cache import PackedRows, PagedCache
 from selfspec.model.llama_weights import Layer, Linear, LlamaWeights
 
 FEW = 12  # calls of at most so many tokens are bound by reading weights
@@ -89,7 +89,7 @@ class CompiledBody:
         self._num_edits, self._sums = self._count_edits(), self._checksums()
         self.version = 0
         """How often `refresh` found edited weights."""
-        self.buffer_pool = BufferPool[Any]()
+        self.buffer_pool = BufferPool()
         """Buffers of compiled rounds; see `selfspec.executors.cpu.rounds`."""
         self.threads_for_few: int | None = None
         """Maximum threads for calls of at most `FEW` tokens. None: all of torch's threads."""
@@ -317,19 +317,16 @@ class CompiledBody:
         """The structure of a packed call, and the longest row's length in tokens. It is cached in `rows.plans`."""
         known = rows.plans.get("compiled")
         if known is None:
+            assert all(span.tree is None for span in rows.spans), "compiled layers have no trees"
             longest, (cos, sin) = self.reach(rows)
-            spans, nodes = _split_trees(rows.spans)
+            spans = rows.spans
             width = max(len(span.pages) for span in spans)
             firsts = [0, *accumulate(span.length for span in spans)]
             pages = [page for span in spans for page in (*span.pages, *[0] * (width - len(span.pages)))]
-            positions = [at for span in rows.spans for at in span.positions()]
-            lists = [(ctypes.c_int64 * len(each))(*each) for each in (positions, firsts, pages, *nodes[:-1])]
-            positions_at, firsts_at, pages_at, *nodes_at = [ctypes.addressof(each) for each in lists]
-            roots, branches = nodes_at or (None, None)
-            call = c.Call(
-                *(rows.num_tokens, len(spans), positions_at, firsts_at, pages_at, width),
-                *(roots, branches, nodes[-1] if nodes else 0, cos.data_ptr(), sin.data_ptr()),
-            )
+            positions = [at for span in spans for at in range(span.start, span.start + span.length)]
+            lists = [(ctypes.c_int64 * len(each))(*each) for each in (positions, firsts, pages)]
+            places = [ctypes.addressof(each) for each in lists]
+            call = c.Call(rows.num_tokens, len(spans), *places, width, cos.data_ptr(), sin.data_ptr())
             known = rows.plans["compiled"] = call, longest, (lists, cos, sin)  # the last part keeps the memory
         return known[0], known[1]
 
@@ -361,28 +358,3 @@ class CompiledBody:
 
 def _eps_of(layer: Layer) -> list[float | None]:
     return [norm and norm.eps for norm in layer.norms]
-
-
-def _split_trees(spans: Sequence[Span]) -> tuple[Sequence[Span], tuple[Any, ...]]:
-    """Split each tree into rows: its initial chain is one row, and every other node is a row of its own.
-
-    Returns the rows, and (roots, branches, width of branches) as `model.h` defines them; the latter is empty without
-    trees.
-    """
-    if all(span.tree is None for span in spans):
-        return spans, ()
-    rows = [row for span in spans for row in ([span] if span.tree is None else _chain_first(span))]
-    roots = [-1 if row.tree is None else row.root for row in rows]
-    branches = [[] if row.tree is None else [at - row.root for at in row.branch()] for row in rows]
-    width = max(map(len, branches))
-    return rows, (roots, [node for each in branches for node in (*each, *[0] * (width - len(each)))], width)
-
-
-def _chain_first(span: Span) -> list[Span]:
-    """A tree's tokens as rows: first its initial chain as one row, then every other node as a row of its own."""
-    assert span.tree is not None
-    parents = span.tree.parents
-    chain = next((i for i in range(1, len(parents)) if parents[i] != i - 1), len(parents))
-    count = max(0, chain - (span.start - span.root))  # nodes of the chain among the span's tokens
-    first = [Span(span.pages, span.start, count)] if count else []
-    return [*first, *span.nodes()[count:]]

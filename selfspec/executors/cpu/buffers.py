@@ -29,27 +29,15 @@ class StopRule(NamedTuple):
     least: float = 0.0  # rows continue while their mean survival is at least this
 
 
-class SecondChoiceRule(NamedTuple):
-    """Which second choices are drafted; see `selfspec.control.plan.SecondChoices`."""
-
-    edges: Sequence[float]  # bounds between confidence bins
-    right: Sequence[float]
-    second: Sequence[float]
-    least: float
-    enough: float
-    most: int
-
-
 class Drafter(NamedTuple):
     """The layers that draft, and their head and rules."""
 
     exit_layer: int
     head: tuple[Packed, Tensor | None]  # its weights, and the token ids of its outputs; None: the whole vocabulary
     stop_rule: StopRule
-    with_sure: bool  # report confidences
+    with_confidence: bool  # report confidences
     rounded: bool  # draft by 4-bit copies of the layers
     exit_head: PackedExitHead | None = None  # the trained head of the exit layer
-    second_choices: SecondChoiceRule | None = None
 
 
 # The fields of a `selfspec.control.plan.LookupTable`: draft lengths, gains and needs.
@@ -76,28 +64,28 @@ class RowResult(NamedTuple):
     """The result of one round for one row."""
 
     drafted: list[int]
-    token_ids: list[int]  # accepted drafts, then the target's own pick
-    confidences: list[float]  # of the drafted tokens
+    token_ids: list[int]  # new tokens: accepted drafts, then the target's own pick
+    confidences: list[float]  # of the drafted tokens; empty where they are not reported
     match_length: int  # of a draft by lookup, else 0
     source: int  # of such a draft: one of `selfspec.control.plan.SOURCES`
-    logprobs: list[TokenLogprobs] | None = None  # of the block, if the row requests them
+    logprobs: list[TokenLogprobs] | None = None  # of `token_ids`, if the row requests them
 
 
 class HiddenStateBuffers(NamedTuple):
-    """Where a round writes hidden states and logits of its nodes, in the order of its rows."""
+    """Where a round writes hidden states and logits of its tokens, in the order of its rows."""
 
     layers: Sequence[int]  # ascending
-    hidden: Tensor  # fp32 [layers, at least the number of nodes, hidden_size], after each of the layers
-    logits: Tensor  # fp32 [at least the number of nodes, vocab], the target's
+    hidden: Tensor  # fp32 [layers, at least the number of tokens, hidden_size], after each of the layers
+    logits: Tensor  # fp32 [at least the number of tokens, vocab], the target's
 
     @classmethod
-    def allocate(cls, body: CompiledBody, layers: Sequence[int], num_nodes: int) -> HiddenStateBuffers | None:
-        """Buffers for `num_nodes` nodes; None if they exceed `MAX_HIDDEN_NUMBERS`."""
+    def allocate(cls, body: CompiledBody, layers: Sequence[int], num_tokens: int) -> HiddenStateBuffers | None:
+        """Buffers for `num_tokens` tokens; None if they exceed `MAX_HIDDEN_NUMBERS`."""
         size, vocab = body.embedding.shape[1], body.packed_head.num_outputs
-        if num_nodes * (len(layers) * size + vocab) > MAX_HIDDEN_NUMBERS:
+        if num_tokens * (len(layers) * size + vocab) > MAX_HIDDEN_NUMBERS:
             return None
-        hidden = body.embedding.new_empty(len(layers), num_nodes, size)
-        return cls(layers, hidden, body.embedding.new_empty(num_nodes, vocab))
+        hidden = body.embedding.new_empty(len(layers), num_tokens, size)
+        return cls(layers, hidden, body.embedding.new_empty(num_tokens, vocab))
 
 
 class RoundResult(NamedTuple):
@@ -114,20 +102,20 @@ class Buffers:
 
     def __init__(self, body: CompiledBody, count: int, max_draft: int, num_rounds: int) -> None:
         self.count, self.max_draft, self.size = count, max_draft, (count, max_draft, num_rounds)
-        self._positions, self._lengths, self._last, self._rooms = (_ints(count) for _ in range(4))
+        self._positions, self._lengths, self._last, self._capacities = (_ints(count) for _ in range(4))
         # One entry per round:
-        self._drafted, self._counts, self._chains, self._accepted, self._matches, self._sources = (
-            _ints(num_rounds * count) for _ in range(6)
+        self._drafted, self._counts, self._emitted, self._matches, self._sources = (
+            _ints(num_rounds * count) for _ in range(5)
         )
-        self._tokens, self._parents = (_ints(num_rounds * count * max_draft) for _ in range(2))
-        self._path, self._picks = (_ints(num_rounds * count * (max_draft + 1)) for _ in range(2))
-        self._sure = (ctypes.c_float * (num_rounds * count * max_draft))()
+        self._tokens = _ints(num_rounds * count * max_draft)
+        self._picks = _ints(num_rounds * count * (max_draft + 1))
+        self._confidences = (ctypes.c_float * (num_rounds * count * max_draft))()
         self._steps, self._taken = (
             (ctypes.c_double * (num_rounds * 3 * max_draft))(),
             (ctypes.c_double * (num_rounds * 4))(),
         )
         # Of the last round only:
-        self._written, self._others = (_ints(count * max_draft) for _ in range(2))
+        self._written = _ints(count * max_draft)
         self._hidden = body.embedding.new_empty(count, max_draft, body.embedding.shape[1])
         # Inputs are kept here while the structures point to them. Equal inputs of later calls are not copied again.
         self._pages: tuple[list[tuple[int, ...]], Any] = [], None
@@ -135,42 +123,41 @@ class Buffers:
         self._pick_data: PickData | None = None
         self._stop_rule: StopRule | None = None
         self._stop_arrays: Any = None
-        self._second_choices: tuple[SecondChoiceRule | None, Any, Any] = None, None, None
         self._table: tuple[Table | None, Sequence[Any]] = None, ()
         self._ends: tuple[Sequence[Sequence[int]], Any, Any] = [], None, None
         self._exit_head: PackedExitHead | None = None
         self._indices = (ctypes.c_void_p * count)()
         self._texts: tuple[Any, Any] = (ctypes.c_void_p * 0)(), _ints(0)  # addresses and sources
-        self.tables: tuple[Tensor, Tensor] | None = None  # the rotary angles that `drafting` points to
+        self.tables: tuple[Tensor, Tensor] | None = None  # the rotary angles that `draft` points to
         at = ctypes.addressof
-        self.drafting = c.Drafting(
+        self.draft = c.DraftArgs(
             num_rows=count, most=max_draft, norm=body.last_norm.data_ptr(), eps=body.norm.eps,
             positions=at(self._positions), lengths=at(self._lengths), last=at(self._last), counts=at(self._drafted),
             tokens=at(self._written), hidden=self._hidden.data_ptr(), taken=at(self._steps),
         )  # fmt: skip
-        self.judging = c.Judging(
+        self.verify = c.VerifyArgs(
             num_layers=len(body.layers), norm=body.last_norm.data_ptr(), few=FEW, most=max_draft,
-            counts=at(self._counts), tokens=at(self._tokens), parents=at(self._parents), chains=at(self._chains),
-            accepted=at(self._accepted), path=at(self._path), picks=at(self._picks), taken=at(self._taken),
+            counts=at(self._counts), tokens=at(self._tokens), num_emitted=at(self._emitted), picks=at(self._picks),
+            taken=at(self._taken),
         )  # fmt: skip
         self._given = _ints(num_rounds)
         self._taps = (ctypes.c_void_p * len(body.layers))()
         arrays = (one for one in vars(self).values() if isinstance(one, ctypes.Array))
         self.num_bytes = self._hidden.nbytes + sum(map(ctypes.sizeof, arrays))
         self._program = c.Program(
-            rounds=1, rooms=at(self._rooms), given=at(self._given), matches=at(self._matches),
+            rounds=1, capacities=at(self._capacities), given=at(self._given), matches=at(self._matches),
             drafted_from=at(self._sources),
         )  # fmt: skip
-        self.places = [ctypes.byref(one) for one in (self.drafting, self.judging, self._program)]
+        self.arguments = [ctypes.byref(one) for one in (self.draft, self.verify, self._program)]
 
     def write_inputs(
-        self, rows: Sequence[Span], lengths: list[int], last: Sequence[int], sampling: bytes, rooms: Sequence[int]
+        self, rows: Sequence[Span], lengths: list[int], last: Sequence[int], sampling: bytes, capacities: Sequence[int]
     ) -> None:
         """Write the rows of the first round; see `CompiledRounds.run` for the arguments."""
         self._positions[:] = [row.start for row in rows]
         self._lengths[:] = lengths
-        self._last[:], self._rooms[:] = last, rooms
-        for counts in (self._counts, self._chains, self._drafted):
+        self._last[:], self._capacities[:] = last, capacities
+        for counts in (self._counts, self._drafted):
             counts[: self.count] = [0] * self.count
         for drafts in (self._matches, self._sources):
             ctypes.memset(drafts, 0, ctypes.sizeof(drafts))
@@ -179,60 +166,51 @@ class Buffers:
             longest = max(map(len, pages))
             flat = [page for own in pages for page in (*own, *[0] * (longest - len(own)))]
             self._pages = pages, (ctypes.c_int64 * len(flat))(*flat)
-            self.drafting.pages, self.drafting.row_pages = ctypes.addressof(self._pages[1]), longest
+            self.draft.pages, self.draft.row_pages = ctypes.addressof(self._pages[1]), longest
         if sampling != self._sampling[0]:
             self._sampling = sampling, ctypes.create_string_buffer(sampling, len(sampling))
-            self.drafting.how = ctypes.addressof(self._sampling[1])
+            self.draft.params = ctypes.addressof(self._sampling[1])
 
     def write_draft(self, row: int, tokens: Sequence[int]) -> None:
         """Write a draft of the first round that was made elsewhere."""
         count, at = len(tokens), row * self.max_draft
         self._counts[row] = count
-        self._tokens[at : at + count], self._parents[at : at + count] = tokens, range(count)
+        self._tokens[at : at + count] = tokens
 
     def set_drafter(self, drafter: Drafter) -> None:
         """Set the head and rules of the layers that draft."""
         packed, names = drafter.head
-        drafting, rule, second = self.drafting, drafter.stop_rule, drafter.second_choices
-        drafting.vocab, drafting.names = packed.num_outputs, None if names is None else names.data_ptr()
-        drafting.sure = ctypes.addressof(self._sure) if drafter.with_sure else None
-        self._exit_head = exit_head = drafter.exit_head  # `drafting` points to it
-        drafting.exit_head = None if exit_head is None else ctypes.addressof(exit_head.struct)
-        drafting.seconds = None if second is None else ctypes.addressof(self._others)
+        draft, rule = self.draft, drafter.stop_rule
+        draft.vocab, draft.names = packed.num_outputs, None if names is None else names.data_ptr()
+        draft.confidences = ctypes.addressof(self._confidences) if drafter.with_confidence else None
+        self._exit_head = exit_head = drafter.exit_head  # `draft` points to it
+        draft.exit_head = None if exit_head is None else ctypes.addressof(exit_head.struct)
         if rule is not self._stop_rule:
             self._stop_rule = rule
-            drafting.stop, self._stop_arrays = stop_struct(rule)
-        if second is None:
-            self.judging.seconds = None
-            return
-        if second is not self._second_choices[0]:
-            lists = [doubles(one) for one in second[:3]]
-            numbers = len(second.edges), second.least, second.enough, ctypes.addressof(self._rooms), second.most
-            self._second_choices = second, c.SecondChoices(*map(ctypes.addressof, lists), *numbers), lists
-        self.judging.seconds = ctypes.addressof(self._second_choices[1])
+            draft.stop, self._stop_arrays = stop_struct(rule)
 
     def set_hidden_states(self, buffers: HiddenStateBuffers | None) -> None:
         """Set where the verification writes hidden states and logits; None: nowhere."""
-        judging = self.judging
-        judging.taps = judging.logits = None
+        verify = self.verify
+        verify.taps = verify.logits = None
         if buffers is not None:
-            for i in range(judging.num_layers):
+            for i in range(verify.num_layers):
                 self._taps[i] = None
             for layer, hidden in zip(buffers.layers, buffers.hidden, strict=True):
                 self._taps[layer - 1] = hidden.data_ptr()
-            judging.taps = ctypes.addressof(self._taps) if buffers.layers else None
-            judging.logits = buffers.logits.data_ptr()
+            verify.taps = ctypes.addressof(self._taps) if buffers.layers else None
+            verify.logits = buffers.logits.data_ptr()
 
     def set_picks(self, data: PickData | None) -> LogprobBuffers | None:
         """Set the contents of rows with penalties. Return the buffers of log-probabilities, if a row requests any."""
         self._pick_data = data  # the program points to it
         none = (None, None, None)
-        program, judging = self._program, self.judging
+        program, verify = self._program, self.verify
         program.texts, program.text_ends, program.num_prompts = none if data is None else data.texts()
         logprobs = None if data is None else data.logprobs(self.max_draft, self.size[2])
-        judging.num_likely = None
+        verify.num_likely = None
         if logprobs is not None:
-            logprobs.set_outputs(judging)
+            logprobs.set_outputs(verify)
         return logprobs
 
     def set_limits(self, limits: ProgramLimits, is_given: bool) -> None:
@@ -265,20 +243,23 @@ class Buffers:
     def read_results(self, drafter: Drafter | None, logprobs: LogprobBuffers | None = None) -> list[RoundResult]:
         """The results of all rounds that ran."""
         num_rounds, count = self._program.done, self.count
-        own, max_draft, with_sure = num_rounds * count, self.max_draft, drafter is not None and drafter.with_sure
-        counts, chains, accepted, matches, sources = (
-            part[:own] for part in (self._counts, self._chains, self._accepted, self._matches, self._sources)
+        own, max_draft = num_rounds * count, self.max_draft
+        with_confidence = drafter is not None and drafter.with_confidence
+        counts, emitted, matches, sources = (
+            part[:own] for part in (self._counts, self._emitted, self._matches, self._sources)
         )
         given, drafted, taken = self._given[:num_rounds], self._drafted[:own], self._taken[: 4 * num_rounds]
         # These are not copied as a whole: a round may have filled a small part of them.
-        tokens, steps, picks, sure = self._tokens, self._steps, self._picks, self._sure
+        tokens, steps, picks, confidences = self._tokens, self._steps, self._picks, self._confidences
         rows = []
-        of_rows = zip(counts, chains, accepted, matches, sources, strict=True)
-        for at, (length, chain, right, match, source) in enumerate(of_rows):
+        for at, (length, num_emitted, match, source) in enumerate(zip(counts, emitted, matches, sources, strict=True)):
             first, to = at * max_draft, at * (max_draft + 1)
-            block, confidences = picks[to : to + right], sure[first : first + chain] if with_sure else []
-            row_logprobs = None if logprobs is None else logprobs.read(at, block)
-            rows.append(RowResult(tokens[first : first + length], block, confidences, match, source, row_logprobs))
+            token_ids = picks[to : to + num_emitted]
+            # Confidences are those of layers; tokens by lookup have none.
+            own_confidences = confidences[first : first + drafted[at]] if with_confidence else []
+            row_logprobs = None if logprobs is None else logprobs.read(at, token_ids)
+            drafted_tokens = tokens[first : first + length]
+            rows.append(RowResult(drafted_tokens, token_ids, own_confidences, match, source, row_logprobs))
         results = []
         for at in range(num_rounds):
             row, step = at * count, at * 3 * max_draft

@@ -63,23 +63,23 @@ class LogprobBuffers:
         wider = *shape, max(1, *num_likely)
         self._likely, self._likely_own = np.empty(wider, np.int64), np.empty(wider, np.float32)
 
-    def set_outputs(self, judging: Any) -> None:
-        """Let a `Judging` structure point to these buffers."""
-        judging.num_likely, judging.most_likely = self._num_likely.ctypes.data, self._likely.shape[-1]
-        judging.logprobs, judging.ranks = self._own.ctypes.data, self._ranks.ctypes.data
-        judging.likely, judging.likely_logprobs = self._likely.ctypes.data, self._likely_own.ctypes.data
+    def set_outputs(self, verify: Any) -> None:
+        """Let a `VerifyArgs` structure point to these buffers."""
+        verify.num_likely, verify.most_likely = self._num_likely.ctypes.data, self._likely.shape[-1]
+        verify.logprobs, verify.ranks = self._own.ctypes.data, self._ranks.ctypes.data
+        verify.likely, verify.likely_logprobs = self._likely.ctypes.data, self._likely_own.ctypes.data
 
-    def read(self, at: int, block: abc.Sequence[int]) -> list[TokenLogprobs] | None:
+    def read(self, at: int, token_ids: abc.Sequence[int]) -> list[TokenLogprobs] | None:
         """The log-probabilities of a row's emitted tokens in a round; None if the row requests none.
 
         Args:
             at: round * number of rows + row.
-            block: the tokens that the row emitted in the round.
+            token_ids: the tokens that the row emitted in the round.
         """
-        wanted, count = int(self._num_likely[at % len(self._num_likely)]), len(block)
+        wanted, count = int(self._num_likely[at % len(self._num_likely)]), len(token_ids)
         if wanted < 0:
             return None
         own, ranks = self._own[at, :count].tolist(), self._ranks[at, :count].tolist()
         tokens, others = (one[at, :count, :wanted].tolist() for one in (self._likely, self._likely_own))
         top = [list(zip(*pair, strict=True)) for pair in zip(tokens, others, strict=True)]
-        return [TokenLogprobs(*one) for one in zip(block, own, ranks, top, strict=True)]
+        return [TokenLogprobs(*one) for one in zip(token_ids, own, ranks, top, strict=True)]

@@ -37,7 +37,7 @@ class CompiledRounds:
         rows: Sequence[Span],
         last: Sequence[int],
         sampling: bytes,
-        rooms: Sequence[int],
+        capacities: Sequence[int],
         drafter: Drafter | None,
         limits: ProgramLimits,
         given: Sequence[Sequence[int]] | None = None,
@@ -46,61 +46,59 @@ class CompiledRounds:
     ) -> list[RoundResult]:
         """Draft and verify for every row, and return the results of all rounds.
 
-        Keys and values are written from each row's last token on. Those of accepted tokens end up at their positions.
+        Keys and values are written from each row's last token on.
 
         Args:
             rows: per row, the position of its last token and the maximum number of tokens that layers draft.
             last: per row, its last token.
             sampling: `kernels.compiled_pick.sampling_bytes` of each row, joined.
-            rooms: per row, the maximum number of drafted tokens, second choices included.
+            capacities: per row, the maximum number of drafted tokens.
             drafter: the layers that draft; None: no layer drafts.
             limits: when the program ends; at most `max_rounds` rounds.
             given: per row, a draft that was made elsewhere; for a single round.
             hidden_states: where to write hidden states and logits, for a single round. All layers then process all
-                nodes, those that have drafted, too.
+                tokens, those that have drafted, too.
             data: the contents of rows with penalties, and the number of log-probabilities that rows request.
 
         Raises:
             MemoryError: the buffers of a round cannot be allocated.
         """
         body, lengths, num_rounds = self.body, [row.length for row in rows], limits.num_rounds
-        second_choices = None if drafter is None else drafter.second_choices
-        num_second = 0 if second_choices is None else min(second_choices.most, max(lengths))
         drafts = lengths if given is None else [len(tokens) for tokens in given]
-        max_draft = max(*drafts, max(lengths) + num_second, min(limits.max_lookup_draft, max(rooms)), 1)
-        longest = max([row.start + n for row, n in zip(rows, drafts, strict=True)]) + 1 + num_second
-        if num_rounds > 1 or limits.table is not None:  # no row exceeds its room
-            full = max([row.start + own for row, own in zip(rows, rooms, strict=True)]) + 1
+        max_draft = max(*drafts, *lengths, min(limits.max_lookup_draft, max(capacities)), 1)
+        longest = max([row.start + n for row, n in zip(rows, drafts, strict=True)]) + 1
+        if num_rounds > 1 or limits.table is not None:  # no row exceeds its capacity
+            full = max([row.start + own for row, own in zip(rows, capacities, strict=True)]) + 1
             longest = max(longest, min(longest + num_rounds * (max_draft + 1), full))
         model, layers = body.structs(cache)
         round_capacity = 1 if num_rounds == 1 else max_rounds(len(rows))
         size = len(rows), max(MIN_DRAFT_CAPACITY, 1 << (max_draft - 1).bit_length()), round_capacity
         buffers = body.buffer_pool.take(size) or Buffers(body, *size)
-        drafting, judging = buffers.drafting, buffers.judging
-        buffers.write_inputs(rows, lengths, last, sampling, rooms)
+        draft, verify = buffers.draft, buffers.verify
+        buffers.write_inputs(rows, lengths, last, sampling, capacities)
         for row, tokens in enumerate(given or ()):
             buffers.write_draft(row, tokens)
         tables = body.tables(longest)
         if tables is not buffers.tables:
             buffers.tables = tables
-            drafting.cos, drafting.sin = tables[0].data_ptr(), tables[1].data_ptr()
+            draft.cos, draft.sin = tables[0].data_ptr(), tables[1].data_ptr()
         embedding = body.embedding_rows()
-        drafting.embedding = ctypes.addressof(embedding)
+        draft.embedding = ctypes.addressof(embedding)
         head = body.packed_head.struct  # held here: `refresh` in another thread may replace it
-        judging.layers, judging.longest, judging.head = ctypes.addressof(layers), longest, ctypes.addressof(head)
-        judging.threads_few, judging.threads = body.threads(1), body.threads(FEW + 1)
-        judging.exit_layer = 0 if drafter is None else drafter.exit_layer
+        verify.layers, verify.longest, verify.head = ctypes.addressof(layers), longest, ctypes.addressof(head)
+        verify.threads_few, verify.threads = body.threads(1), body.threads(FEW + 1)
+        verify.exit_layer = 0 if drafter is None else drafter.exit_layer
         if drafter is not None:
             rounded = drafter.rounded
             drafters = body.rounded_structs(cache, drafter.exit_layer)[1] if rounded else layers
-            judging.drafters, judging.are_copies = ctypes.addressof(drafters), rounded
+            verify.drafters, verify.are_copies = ctypes.addressof(drafters), rounded
             draft_head = drafter.head[0].struct
-            judging.draft_head = ctypes.addressof(draft_head)
+            verify.draft_head = ctypes.addressof(draft_head)
             buffers.set_drafter(drafter)
         buffers.set_hidden_states(hidden_states)
         logprobs = buffers.set_picks(data)
         buffers.set_limits(limits, drafter is None)
-        has_failed = self._lib.selfspec_program(ctypes.byref(model), *buffers.places)
+        has_failed = self._lib.selfspec_program(ctypes.byref(model), *buffers.arguments)
         results = [] if has_failed else buffers.read_results(drafter, logprobs)
         body.buffer_pool.give_back(buffers)
         if has_failed:

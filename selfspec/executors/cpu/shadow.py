@@ -58,7 +58,7 @@ def shadow_picks(
     at = (ctypes.c_int64 * num_positions)(*positions)
     sampling_buffer = ctypes.create_string_buffer(sampling, len(sampling))
     penalties = () if penalty is None else (penalty.seen.contiguous(), penalty.bias.contiguous())
-    inputs = c.Looking(
+    inputs = c.ProbeArgs(
         *(num_layers, num_positions, size, target.shape[1], num_likely, len(others)),
         *(
             ctypes.addressof(head),

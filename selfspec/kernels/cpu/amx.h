@@ -190,11 +190,11 @@ static void product_of_parts(const Product& p, After after, const void* parts, i
             int64_t count = n - t < BATCH ? n - t : BATCH, tiles = tiles_of(count);
             const char* a = static_cast<const char*>(parts) + t / BATCH * 3 * rows * steps * 64;
             __asm__ volatile("" ::: "memory");  // the compiler does not know that tiles read this memory
-            Prefetcher* told = t ? nullptr : &prefetcher;
-            if (tiles == 1 && panels == 2) one_tile<true>(a, weights, weights + panel_bytes(p.kind, p.in), steps, sums, told);
-            if (tiles == 1 && panels == 1) one_tile<false>(a, weights, weights, steps, sums, told);
-            if (tiles == 2) more_tiles<false>(a, weights, steps, sums, told);
-            if (tiles == 3) more_tiles<true>(a, weights, steps, sums, told);
+            Prefetcher* own = t ? nullptr : &prefetcher;
+            if (tiles == 1 && panels == 2) one_tile<true>(a, weights, weights + panel_bytes(p.kind, p.in), steps, sums, own);
+            if (tiles == 1 && panels == 1) one_tile<false>(a, weights, weights, steps, sums, own);
+            if (tiles == 2) more_tiles<false>(a, weights, steps, sums, own);
+            if (tiles == 3) more_tiles<true>(a, weights, steps, sums, own);
             for (int64_t r = 0; r < count; r++)
                 for (int64_t i = 0; i < panels; i++) {
                     const float* sum = sums + r * PARTS * SUMS + i * PANEL;

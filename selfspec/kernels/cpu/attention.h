@@ -15,11 +15,9 @@ struct Next {
 
 constexpr int64_t ASKED = 4096;  // maximum floats of prefetched keys: the first-level cache also holds values
 
-// Values to mix for the keys [begin, limit). Weights begin at key `low`. Sums continue from those of the keys before
-// `begin`. They are normalised if these keys are the last ones.
+// The keys [low, limit) whose values are mixed.
 struct KeyRange {
-    int64_t low, begin, limit;
-    bool is_last;
+    int64_t low, limit;
 };
 
 // Weights times values, for Q queries from `lane` on and D vectors of the head from `from` on.
@@ -28,16 +26,13 @@ static void mix(const Weights& weights, const float* storage, const Shape& s, co
                 const KeyRange& keys, int lane, int64_t from, const Next& next, float* out) {
     Vec acc[Q][D] = {};
     int64_t stride = s.kv_heads * s.head_dim, low = keys.low, limit = keys.limit;
-    int64_t known = keys.begin + (next.keys ? next.count : 0);
-    if (keys.begin > low)
-        for (int q = 0; q < Q; q++)
-            for (int d = 0; d < D; d++) acc[q][d] = load(out + q * s.head_dim + from + d * LANES);
-    for (int64_t at = keys.begin; at < limit;) {
-        int64_t stop = together_until(s, row, at, limit), away = 0;
+    int64_t known = low + (next.keys ? next.count : 0);
+    for (int64_t at = low; at < limit;) {
+        int64_t stop = together_until(s, at, limit), away = 0;
         const float* value = slot(storage, s, row, at, kv_head) + from;
         if (at < known) {
             stop = stop < known ? stop : known;
-            away = next.keys + (at - keys.begin) * stride + from - value;
+            away = next.keys + (at - low) * stride + from - value;
         }
         for (; at < stop; at++, value += stride) {
             const float* weight = weights.at + (at - low) * weights.per_key + lane * weights.per_query;
@@ -61,10 +56,8 @@ static void mix(const Weights& weights, const float* storage, const Shape& s, co
         }
     }
     for (int q = 0; q < Q; q++)
-        for (int d = 0; d < D; d++) {
-            Vec sum = keys.is_last ? acc[q][d] / weights.total[lane + q] : acc[q][d];
-            store(out + q * s.head_dim + from + d * LANES, sum);
-        }
+        for (int d = 0; d < D; d++)
+            store(out + q * s.head_dim + from + d * LANES, acc[q][d] / weights.total[lane + q]);
 }
 
 typedef void (*Mix)(const Weights&, const float*, const Shape&, const Span&, int64_t, const KeyRange&, int, int64_t,
@@ -85,16 +78,15 @@ static void mix_part(const Weights& weights, const float* storage, const Shape& 
                      const KeyRange& keys, int lane, int64_t from, float* out) {
     Vec acc = {};
     int64_t stride = s.kv_heads * s.head_dim, low = keys.low;
-    if (keys.begin > low) acc = load_some(out + from, N);
-    for (int64_t at = keys.begin; at < keys.limit;) {
-        int64_t stop = together_until(s, row, at, keys.limit);
+    for (int64_t at = low; at < keys.limit;) {
+        int64_t stop = together_until(s, at, keys.limit);
         const float* value = slot(storage, s, row, at, kv_head) + from;
         for (; at < stop; at++, value += stride) {
             const float* weight = weights.at + (at - low) * weights.per_key + lane * weights.per_query;
             acc = fma(splat(*weight), load_some(value, N), acc);
         }
     }
-    store_some(out + from, keys.is_last ? acc / weights.total[lane] : acc, N);
+    store_some(out + from, acc / weights.total[lane], N);
 }
 
 // The last numbers of a head whose size is no multiple of a vector.
@@ -138,7 +130,7 @@ static void attend(const Shape& s, const Span& row, int64_t kv_head, int64_t blo
     int64_t share = s.heads / s.kv_heads, d = s.head_dim, begin = block * LANES;
     int64_t left = row.count * share - begin;
     int count = left < LANES ? int(left) : LANES;
-    float *mixed = scratch, *queries = mixed + d * LANES, *total = queries + d * LANES, *room = total + LANES;
+    float *mixed = scratch, *queries = mixed + d * LANES, *total = queries + d * LANES, *memory = total + LANES;
     Ints position = {};
     for (int lane = 0; lane < LANES; lane++) {
         int64_t m = begin + (lane < count ? lane : 0), token = m / share, head = kv_head * share + m % share;
@@ -147,59 +139,18 @@ static void attend(const Shape& s, const Span& row, int64_t kv_head, int64_t blo
     }
     int64_t limit = position[count - 1] + 1, low = lowest(position[0], window);
     bool few = count <= FEW;
-    Weights weights{room + weigh_room(d), few ? 1 : LANES, few ? (limit - low + LANES - 1) / LANES * LANES : 1, total};
+    int64_t per_query = few ? (limit - low + LANES - 1) / LANES * LANES : 1;
+    Weights weights{memory + weigh_floats(d), few ? 1 : LANES, per_query, total};
     (few ? weigh_few : weigh_many)(s, row, kv_head, queries, keys, values, count, position, low, limit, asked, window,
-                                   scale, room, weights);
-    mix_all(weights, values, s, row, kv_head, {low, low, limit, true}, 0, count, next, mixed);
+                                   scale, memory, weights);
+    mix_all(weights, values, s, row, kv_head, {low, limit}, 0, count, next, mixed);
     for (int lane = 0; lane < count; lane++) {
         int64_t m = begin + lane, token = m / share, head = kv_head * share + m % share;
         std::memcpy(out + ((row.first + token) * s.heads + head) * d, mixed + lane * d, sizeof(float) * d);
     }
 }
 
-// The same for nodes of one tree, each of which is a row, with few queries in all. The nodes read the keys before the
-// tree together, and each node reads the keys of its own branch.
-static void attend_nodes(const Shape& s, const Span* nodes, int num_nodes, int64_t kv_head, const float* q,
-                         int64_t q_stride, const float* keys, const float* values, int64_t asked, int window,
-                         float scale, const Next& next, float* out, float* scratch) {
-    int64_t d = s.head_dim, limit = 0, lowest_at = nodes->position;
-    int share = int(s.heads / s.kv_heads), count = num_nodes * share;
-    float *mixed = scratch, *queries = mixed + d * LANES, *total = queries + d * LANES, *room = total + LANES;
-    Ints position = {};
-    for (int i = 0; i < num_nodes; i++) {
-        const Span& node = nodes[i];
-        const float* own = q + node.first * q_stride + kv_head * share * d;
-        std::memcpy(queries + i * share * d, own, sizeof(float) * share * d);
-        for (int head = 0; head < share; head++) position[i * share + head] = int32_t(node.position);
-        limit = std::max(limit, node.position + 1), lowest_at = std::min(lowest_at, node.position);
-    }
-    int64_t low = lowest(lowest_at, window), before = nodes->root - nodes->root % LANES;
-    if (before < low) before = low;
-    Weights weights{room + weigh_room(d), 1, (limit - low + LANES - 1) / LANES * LANES, total};
-    Vec most[FEW];
-    for (int i = 0; i < count; i++) most[i] = splat(-INFINITY);
-    score_few(s, *nodes, kv_head, queries, keys, values, count, position, low, low, before, asked, window, scale, room,
-              weights, most);
-    for (int i = 0; i < num_nodes; i++) {
-        int first = i * share;
-        Weights own{weights.at + first * weights.per_query, 1, weights.per_query, total + first};
-        Ints at = position - position + int32_t(nodes[i].position);
-        score_few(s, nodes[i], kv_head, queries + first * d, keys, values, share, at, low, before,
-                  nodes[i].position + 1, 0, window, scale, room, own, most + first);
-        for (int head = 0; head < share; head++)
-            soften(own, head, nodes[i].position + 1 - low, most[first + head]);
-    }
-    mix_all(weights, values, s, *nodes, kv_head, {low, low, before, false}, 0, count, next, mixed);
-    for (int i = 0; i < num_nodes; i++) {
-        const Span& node = nodes[i];
-        KeyRange own{low, before, node.position + 1, true};
-        mix_all(weights, values, s, node, kv_head, own, i * share, share, Next{}, mixed);
-        std::memcpy(out + (node.first * s.heads + kv_head * share) * d, mixed + i * share * d,
-                    sizeof(float) * share * d);
-    }
-}
-
 // Floats of scratch memory for rows of at most `longest` tokens.
 static inline int64_t attention_scratch(const Shape& s, int64_t longest) {
-    return (2 * s.head_dim + 1 + longest + LANES) * LANES + weigh_room(s.head_dim);
+    return (2 * s.head_dim + 1 + longest + LANES) * LANES + weigh_floats(s.head_dim);
 }

@@ -156,8 +156,8 @@ static void to_digits(const float* x, int64_t in, float* out, bool shorts) {
         Vec some[VECTORS];
         Ints most = {}, total[2] = {};  // bits of absolute values are ordered as these are, and NaN is the largest
         for (int64_t i = 0; i < VECTORS; i++) {
-            int64_t at = first + i * LANES, room = in - at;
-            some[i] = room >= LANES ? load(x + at) : load_some(x + at, room > 0 ? int(room) : 0);
+            int64_t at = first + i * LANES, memory = in - at;
+            some[i] = memory >= LANES ? load(x + at) : load_some(x + at, memory > 0 ? int(memory) : 0);
             Ints size = (Ints)some[i] & 0x7fffffff;
             most = size > most ? size : most;
         }
@@ -273,13 +273,13 @@ static void tile_of_blocks(const char* tokens, int64_t stride, int64_t blocks, c
     constexpr int PARTS = KIND == Q6_K ? 2 : 1, SUMS = SHORTS && DIGITS > 1 ? 2 : DIGITS, LENGTH = WORDS / PARTS;
     // words until a sum of pairs may overflow
     constexpr int FIT = !IN_PAIRS || SHORTS || S.bits == 4 ? LENGTH : S.bits == 5 ? 4 : 2;
-    int64_t told = 0, size = (S.bytes() * PER_SUPER + S.super) * PANEL / PER_SUPER;
+    int64_t advanced = 0, size = (S.bytes() * PER_SUPER + S.super) * PANEL / PER_SUPER;
     Vec sums[R][2] = {};
     const char *block = panel, *super = panel;
     for (int64_t b = 0; b < blocks; b++, block += S.bytes() * PANEL) {
         if (S.super && b % PER_SUPER == 0) super = block, block += S.super * PANEL;
         if (prefetcher)
-            for (; told < (b + 1) * size; told += PORTION) prefetcher->advance();
+            for (; advanced < (b + 1) * size; advanced += PORTION) prefetcher->advance();
         const TokenBlock<DIGITS>* x[R];
         for (int r = 0; r < R; r++) x[r] = reinterpret_cast<const TokenBlock<DIGITS>*>(tokens + r * stride) + b;
 #pragma GCC unroll 2

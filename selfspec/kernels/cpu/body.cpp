@@ -80,7 +80,7 @@ static Stretch stretch_of(const Product& p, Share share) {
 constexpr int64_t NEAR = 1 << 19;
 
 // Buffers for rows in the form that products read: one shared by all threads, one per thread; and the threads.
-struct Room {
+struct Memory {
     float *shared, *own;
     Team& team;
 };
@@ -94,20 +94,20 @@ static void prepare(const Product& p, const float* x, int64_t t, float* prepared
 }
 
 // Compute y from x by all threads. `next`: the product after it, or null; `after_next`: its operation.
-static void share_product(const Product& p, After after, const float* x, int64_t n, const Room& room, float* y,
+static void share_product(const Product& p, After after, const float* x, int64_t n, const Memory& memory, float* y,
                           Prefetcher& prefetcher, const Product* next = nullptr, After after_next = STORE) {
     bool alone = is_little(n, p.in);
     int64_t thread = alone ? 0 : omp_get_thread_num(), threads = alone ? 1 : omp_get_num_threads();
     auto [first, last] = share_of(p, after);
-    float* prepared = aligned(alone ? room.own : room.shared);
+    float* prepared = aligned(alone ? memory.own : memory.shared);
     // Whether a product needs no prefetches. Processors that read in order prefetch two panels themselves. Small 4-bit
     // products are still in the cache.
     auto needs_none = [n](const Product& one, After then) {
         if (one.kind == INT4) return panel_at(one, panels_of(one, then)) <= NEAR;
         return one.kind != AMX && IN_ORDER && n == 1 && (is_of_blocks(one.kind) || are_abreast(one, n));
     };
-    bool is_told = !needs_none(p, after), asks = next && !needs_none(*next, after_next);
-    if (is_told)
+    bool prefetches = !needs_none(p, after), asks = next && !needs_none(*next, after_next);
+    if (prefetches)
         prefetcher.begin(stretch_of(p, {first, last}), asks ? stretch_of(*next, share_of(*next, after_next)) : Stretch{},
                          IN_ORDER && are_abreast(p, n) ? DISTANCE_ABREAST : DISTANCE);
     if (p.kind == AMX) {
@@ -116,54 +116,36 @@ static void share_product(const Product& p, After after, const float* x, int64_t
     } else if (is_of_blocks(p.kind) || p.kind == PAIRS) {
         for (int64_t t = n * thread / threads; t < n * (thread + 1) / threads; t++) prepare(p, x + t * p.in, t, prepared);
     }
-    if (!alone && p.kind != FULL && p.kind != HALF) room.team.wait();
+    if (!alone && p.kind != FULL && p.kind != HALF) memory.team.wait();
     if (p.kind == AMX) {
         product_of_parts(p, after, prepared, n, y, first, last, prefetcher);
     } else if (is_of_blocks(p.kind)) {
-        product_of_blocks(p, after, prepared, n, y, first, last, is_told ? &prefetcher : nullptr);
+        product_of_blocks(p, after, prepared, n, y, first, last, prefetches ? &prefetcher : nullptr);
     } else {
-        product(p, after, p.kind == PAIRS ? prepared : x, n, y, first, last, is_told ? &prefetcher : nullptr);
+        product(p, after, p.kind == PAIRS ? prepared : x, n, y, first, last, prefetches ? &prefetcher : nullptr);
     }
-    room.team.wait();
+    memory.team.wait();
 }
 
 static Span span_of(const Call& call, int64_t row) {
     int64_t first = call.firsts[row];
-    bool is_node = call.roots && call.roots[row] >= 0;
-    return {call.pages + row * call.row_pages, call.positions[first], first, call.firsts[row + 1] - first,
-            is_node ? call.roots[row] : 0, is_node ? call.branches + row * call.row_nodes : nullptr};
+    return {call.pages + row * call.row_pages, call.positions[first], first, call.firsts[row + 1] - first};
 }
 
-struct Task {  // a unit of attention: a block of a row's queries, or nodes of one tree
-    int64_t row, nodes, head, block, asked;
+struct Task {  // a unit of attention: a block of a row's queries
+    int64_t row, head, block, asked;
 };
-
-// The number of rows from this one on that are nodes of one tree with few queries; else 1. Sequences may share pages
-// before their trees, but none that they write to.
-static int64_t nodes_together(const Shape& s, const Call& call, int64_t row) {
-    int64_t most = FEW / (s.heads / s.kv_heads), count = 1;
-    if (!call.roots || call.roots[row] < 0) return 1;
-    const int64_t* written = call.pages + call.roots[row] / s.page_size;
-    auto is_same = [&](int64_t other) {
-        bool on_page = written[other * call.row_pages] == written[row * call.row_pages];
-        return call.roots[other] == call.roots[row] && on_page;
-    };
-    while (count < most && row + count < call.num_rows && is_same(row + count)) count++;
-    return count;
-}
 
 // Call `of` for this thread's tasks.
 template <typename Of>
 static void for_own_tasks(const Shape& s, const Call& call, Of of) {
-    int64_t share = s.heads / s.kv_heads, count = 0, nodes = 1;
+    int64_t share = s.heads / s.kv_heads, count = 0;
     int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    for (int64_t row = 0; row < call.num_rows; row += nodes) {
-        nodes = nodes_together(s, call, row);
-        int64_t tokens = call.firsts[row + 1] - call.firsts[row];
-        int64_t blocks = nodes > 1 ? 1 : (tokens * share + LANES - 1) / LANES;
+    for (int64_t row = 0; row < call.num_rows; row++) {
+        int64_t tokens = call.firsts[row + 1] - call.firsts[row], blocks = (tokens * share + LANES - 1) / LANES;
         for (int64_t block = 0; block < blocks; block++)
             for (int64_t head = 0; head < s.kv_heads; head++, count++)
-                if (count % threads == thread) of(Task{row, nodes, head, block, 0});
+                if (count % threads == thread) of(Task{row, head, block, 0});
     }
 }
 
@@ -171,16 +153,15 @@ static void for_own_tasks(const Shape& s, const Call& call, Of of) {
 static void place_all(const Model& m, const Layer& layer, const Call& call, Team& team, float* qkv) {
     const Shape& s = m.shape;
     bool are_own = s.kv_heads % omp_get_num_threads() == 0;  // each head belongs to one thread
-    if (!are_own && !call.roots) {
+    if (!are_own) {
         int64_t most = 0;
-        for (int64_t row = 0; row < call.num_rows; row++) most = std::max(most, call.firsts[row + 1] - call.firsts[row]);
+        for (int64_t row = 0; row < call.num_rows; row++)
+            most = std::max(most, call.firsts[row + 1] - call.firsts[row]);
         are_own = most * s.heads / s.kv_heads <= LANES;  // each head of a row is a single task
     }
     for_own_tasks(s, call, [&](const Task& task) {
-        for (int64_t i = task.row; !task.block && i < task.row + task.nodes; i++) {
-            Span row = span_of(call, i);
-            for (int64_t t = 0; t < row.count; t++) place(m, layer, call, row, task.head, t, qkv);
-        }
+        Span row = span_of(call, task.row);
+        for (int64_t t = 0; !task.block && t < row.count; t++) place(m, layer, call, row, task.head, t, qkv);
     });
     if (!are_own) team.wait();
 }
@@ -190,21 +171,15 @@ static void attend_all(const Model& m, const Layer& layer, const Call& call, Tea
     const Shape& s = m.shape;
     int64_t share = s.heads / s.kv_heads, stride = (s.heads + 2 * s.kv_heads) * s.head_dim;
     int window = int(layer.window);
-    Task task{0, 0, -1, 0, 0};
+    Task task{0, -1, 0, 0};
     auto run = [&](const Next& next) {
-        Span rows[FEW];
-        for (int64_t i = 0; i < task.nodes; i++) rows[i] = span_of(call, task.row + i);
-        if (task.nodes > 1)
-            attend_nodes(s, rows, int(task.nodes), task.head, qkv, stride, layer.keys, layer.values, task.asked, window,
-                         m.scale, next, out, scratch);
-        else
-            attend(s, *rows, task.head, task.block, qkv, stride, layer.keys, layer.values, task.asked, window, m.scale,
-                   next, out, scratch);
+        attend(s, span_of(call, task.row), task.head, task.block, qkv, stride, layer.keys, layer.values, task.asked,
+               window, m.scale, next, out, scratch);
     };
     for_own_tasks(s, call, [&](const Task& following) {
         Span span = span_of(call, following.row);
         int64_t position = span.position + following.block * LANES / share, low = lowest(position, layer.window);
-        int64_t known = task.head < 0 ? 0 : together_until(s, span, low, position + 1) - low;
+        int64_t known = task.head < 0 ? 0 : together_until(s, low, position + 1) - low;
         if (known > ASKED / s.head_dim) known = ASKED / s.head_dim;
         if (task.head >= 0) run({slot(layer.keys, s, span, low, following.head), known});
         task = following;
@@ -275,7 +250,7 @@ void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, c
     Team team;
     Team::run(num_threads, [&] {
         float *own = scratch + omp_get_thread_num() * scratch_floats;
-        const Room room{shared, own, team};
+        const Memory memory{shared, own, team};
         bool alone = is_little(n, m.hidden);
         float* normed = alone ? own + own_floats(widest(m)) : h;
         auto norm_one = [&](const float* weight, float eps, int64_t t) {
@@ -294,7 +269,7 @@ void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, c
         // too. Threads wait only if each of them computes all norms.
         auto add_product = [&](const Product& p, const float* from, const float* weight, float eps,
                                const Product* next, After after_next) {
-            share_product(p, weight ? STORE : ADD, from, n, room, weight ? h : x, prefetcher, next, after_next);
+            share_product(p, weight ? STORE : ADD, from, n, memory, weight ? h : x, prefetcher, next, after_next);
             if (!weight) return;
             add_normed(h, weight, eps, n, m.hidden, x);
             if (alone) team.wait();
@@ -303,12 +278,12 @@ void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, c
             const Layer& layer = layers[i];
             const Product* following = i + 1 < num_layers ? &layers[i + 1].qkv : nullptr;
             norm_all(layer.norm, m.eps);
-            share_product(layer.qkv, STORE, normed, n, room, qkv, prefetcher, &layer.o);
+            share_product(layer.qkv, STORE, normed, n, memory, qkv, prefetcher, &layer.o);
             place_all(m, layer, call, team, qkv);
             attend_all(m, layer, call, team, qkv, mixed, own);
             add_product(layer.o, mixed, layer.post_norm, m.eps, &layer.gate_up, gated);
             norm_all(layer.mlp_norm, m.mlp_eps);
-            share_product(layer.gate_up, gated, normed, n, room, inner, prefetcher, &layer.down);
+            share_product(layer.gate_up, gated, normed, n, memory, inner, prefetcher, &layer.down);
             add_product(layer.down, inner, layer.post_mlp_norm, m.mlp_eps, following, STORE);
             if (taps && taps[i]) {
                 int64_t bytes = sizeof(float) * m.hidden;
@@ -328,13 +303,14 @@ void selfspec_linear(const Product* p, const float* x, int64_t n, float* y, cons
     Team team;
     Team::run(num_threads, [&] {
         float* shared = h + n * p->in;
-        const Room room{shared, shared + prepared_floats(n, p->in) + omp_get_thread_num() * own_floats(p->in), team};
+        float* own = shared + prepared_floats(n, p->in) + omp_get_thread_num() * own_floats(p->in);
+        const Memory memory{shared, own, team};
         if (weight) {
             Team::share(n, [&](int64_t t) { norm(x + t * p->in, weight, eps, p->in, h + t * p->in); });
             team.wait();
         }
         Prefetcher prefetcher;
-        share_product(*p, STORE, weight ? h : x, n, room, y, prefetcher);
+        share_product(*p, STORE, weight ? h : x, n, memory, y, prefetcher);
         release_tiles();
     });
 }
@@ -344,14 +320,14 @@ int64_t selfspec_exit_head_floats(const ExitHead* e, int64_t n, int64_t num_thre
     return n * (hidden + inner) + prepared_floats(n, widest) + num_threads * own_floats(widest);
 }
 
-// y [n, hidden] = x + down(silu(gate(norm(x))) * up(norm(x))). room: `selfspec_exit_head_floats` floats.
-void selfspec_exit_head(const ExitHead* e, const float* x, int64_t n, float* y, float* room, int64_t num_threads) {
+// y [n, hidden] = x + down(silu(gate(norm(x))) * up(norm(x))). memory: `selfspec_exit_head_floats` floats.
+void selfspec_exit_head(const ExitHead* e, const float* x, int64_t n, float* y, float* memory, int64_t num_threads) {
     int64_t hidden = e->gate_up.in, inner = e->down.in, widest = std::max(hidden, inner);
-    float *normed = room, *mixed = normed + n * hidden, *shared = mixed + n * inner;
+    float *normed = memory, *mixed = normed + n * hidden, *shared = mixed + n * inner;
     Team team;
     Team::run(num_threads, [&] {
         float* own = shared + prepared_floats(n, widest) + omp_get_thread_num() * own_floats(widest);
-        const Room rows{shared, own, team};
+        const Memory rows{shared, own, team};
         Team::share(n, [&](int64_t t) {
             norm(x + t * hidden, e->norm, e->eps, hidden, normed + t * hidden);
             std::memcpy(y + t * hidden, x + t * hidden, sizeof(float) * hidden);

@@ -14,12 +14,12 @@ struct Stop {
     int64_t num_edges;
 };
 
-struct Drafting {
+struct DraftArgs {
     int64_t num_rows, most, vocab;  // most: maximum drafted tokens per row; vocab: outputs of the draft head
     // [num_rows, row_pages]; the others [num_rows], of each row's last token
     const int64_t *pages, *positions, *lengths, *last;
     int64_t row_pages;
-    const How* how;        // [num_rows]
+    const SamplingParams* params;  // [num_rows]
     const int64_t* names;  // [vocab]: token ids of the head's outputs; null: the whole vocabulary
     const float *cos, *sin;
     const RowTable* embedding;
@@ -27,10 +27,10 @@ struct Drafting {
     float eps;
     const ExitHead* exit_head;  // of the layers that draft; null: none
     Stop stop;
-    int64_t *counts, *tokens, *seconds;  // out: [num_rows]; [num_rows, most]; second choices [num_rows, most] or null
-    float *sure, *hidden;  // confidences [num_rows, most] or null; [num_rows, most, hidden]
-    double* taken;         // out: [most, 3] seconds of layers, head and pick
-    float* waits;      // buffer for noise, see `Row`: [num_rows, num_kept, padded vocab]; or null
+    int64_t *counts, *tokens;     // out: [num_rows]; [num_rows, most]
+    float *confidences, *hidden;  // out: [num_rows, most] or null; [num_rows, most, hidden]
+    double* taken;                // out: [most, 3] seconds of layers, head and pick
+    float* noise;      // buffer, see `Row`: [num_rows, num_kept, padded vocab]; or null
     int64_t num_kept;  // number of first drafted tokens per row whose noise is kept
     const History* const* histories;  // [num_rows], null for rows without penalties; null: no row has penalties
     // place of each token among the head's outputs, see `Prefix`; null: whole vocabulary
@@ -43,11 +43,11 @@ static inline double now() {
 
 extern "C" {
 int64_t selfspec_pick_floats(int64_t vocab);
-void selfspec_pick(const float* logits, int64_t stride, int64_t n, int64_t vocab, const How* how,
-                   const int64_t* positions, const int64_t* tokens, int64_t tokens_stride, int64_t* picks, float* sure,
-                   int64_t* seconds, float* room, int64_t num_threads);
-int64_t selfspec_draft_floats(const Model* m, const Drafting* d, const Product* head, int64_t longest,
+void selfspec_pick(const float* logits, int64_t stride, int64_t n, int64_t vocab, const SamplingParams* params,
+                   const int64_t* positions, const int64_t* tokens, int64_t tokens_stride, int64_t* picks,
+                   float* confidences, float* memory, int64_t num_threads);
+int64_t selfspec_draft_floats(const Model* m, const DraftArgs* d, const Product* head, int64_t longest,
                               int64_t num_threads);
-void selfspec_draft(const Model* m, const Layer* layers, int64_t num_layers, const Product* head, const Drafting* drafting,
-                    int64_t longest, float* room, int64_t num_threads);
+void selfspec_draft(const Model* m, const Layer* layers, int64_t num_layers, const Product* head,
+                    const DraftArgs* args, int64_t longest, float* memory, int64_t num_threads);
 }

@@ -11,12 +11,12 @@ struct LogProbs {
     float* likely_own;
 };
 
-// room: two padded vocabularies of floats.
-static void log_probabilities(const float* logits, int64_t vocab, int64_t token, float* room, const LogProbs& out) {
+// memory: two padded vocabularies of floats.
+static void log_probabilities(const float* logits, int64_t vocab, int64_t token, float* memory, const LogProbs& out) {
     int64_t n = filled_up(vocab), rank = 1, count = 0;
-    scale({logits, vocab, 0, nullptr}, 1, room);
-    float most = largest(room, n), own = logits[token];
-    double total = double(most) + std::log(weigh(room, n, most, room + n));
+    scale({logits, vocab, 0, nullptr}, 1, memory);
+    float most = largest(memory, n), own = logits[token];
+    double total = double(most) + std::log(weigh(memory, n, most, memory + n));
     for (int64_t i = 0; i < token; i++) rank += logits[i] >= own;
     for (int64_t i = token + 1; i < vocab; i++) rank += logits[i] > own;
     *out.own = float(double(own) - total), *out.rank = rank;

@@ -182,7 +182,7 @@ void selfspec_texts_free(void* texts) { delete static_cast<Texts*>(texts); }
 
 int64_t selfspec_index_bytes(const void* index) { return index_of(index)->num_bytes(); }
 
-// The best match of a row's last tokens. others: [num_others] texts beside the row's own, and their sources.
+// The best match of a row's last tokens. others: [num_others] texts besides the own text, and their sources.
 void selfspec_lookup(const void* index, const void* const* others, const int64_t* sources, int64_t num_others,
                      Choice* out) {
     *out = index_of(index)->choose(others, sources, num_others);

@@ -50,13 +50,10 @@ struct Call {
     const int64_t* firsts;     // [num_rows + 1]: offset of each row's tokens
     const int64_t* pages;      // [num_rows, row_pages]
     int64_t row_pages;
-    // of tree nodes: [num_rows], -1 for rows without trees; [num_rows, row_nodes]; null without trees
-    const int64_t *roots, *branches;
-    int64_t row_nodes;
     const float *cos, *sin;  // [positions, tables, head_dim]; sin is negated in the first half
 };
 
-struct How {  // sampling of a row: see `selfspec.executors.pick.Sampling`
+struct SamplingParams {  // of a row: see `selfspec.core.SamplingParams`
     float temperature, top_p, min_p, repetition, presence, frequency;
     int64_t top_k, seed, ngram;
 };
@@ -68,10 +65,10 @@ int64_t selfspec_linear_floats(const Product* p, int64_t n, int64_t num_threads)
 void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, const Call* given, const void* from,
                   const RowTable* embedding, float* x, float* const* taps, const float* last, float* buffers,
                   float* scratch, int64_t scratch_floats, int64_t num_threads);
-// Row number `row` of a matrix, [size]. room: [size] floats, which are written if the matrix is packed.
-const float* selfspec_row(const RowTable* table, int64_t row, int64_t size, float* room);
+// Row number `row` of a matrix, [size]. memory: [size] floats, which are written if the matrix is packed.
+const float* selfspec_row(const RowTable* table, int64_t row, int64_t size, float* memory);
 void selfspec_linear(const Product* p, const float* x, int64_t n, float* y, const float* weight, float eps, float* h,
                      int64_t num_threads);
 int64_t selfspec_exit_head_floats(const ExitHead* e, int64_t n, int64_t num_threads);
-void selfspec_exit_head(const ExitHead* e, const float* x, int64_t n, float* y, float* room, int64_t num_threads);
+void selfspec_exit_head(const ExitHead* e, const float* x, int64_t n, float* y, float* memory, int64_t num_threads);
 }

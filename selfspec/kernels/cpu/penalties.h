@@ -6,8 +6,8 @@
 
 #include "model.h"
 
-static inline bool penalizes(const How& how) {
-    return how.repetition != 1 || how.presence != 0 || how.frequency != 0 || how.ngram > 0;
+static inline bool penalizes(const SamplingParams& params) {
+    return params.repetition != 1 || params.presence != 0 || params.frequency != 0 || params.ngram > 0;
 }
 
 // A row's tokens, and the number of times that its output contains each.
@@ -61,13 +61,13 @@ struct Prefix {
     }
 
     // Recompute the scores (logits over temperature) of tokens that occur before.
-    void penalize(const How& how, const float* logits, float temperature, float* scores) const {
+    void penalize(const SamplingParams& params, const float* logits, float temperature, float* scores) const {
         auto one = [&](int64_t token, int64_t times) {
             int64_t place = place_of(token);
             if (place < 0) return;
             float logit = logits[place];
-            logit = logit < 0 ? logit * how.repetition : logit / how.repetition;
-            logit += -(how.frequency * float(times) + how.presence * float(times > 0));
+            logit = logit < 0 ? logit * params.repetition : logit / params.repetition;
+            logit += -(params.frequency * float(times) + params.presence * float(times > 0));
             scores[place] = logit / temperature;
         };
         for (int64_t token : row.distinct) one(token, row.counts[token]);
@@ -75,8 +75,8 @@ struct Prefix {
             int64_t before = drafted[i] < row.vocab ? row.counts[drafted[i]] : 0;
             one(drafted[i], before + std::count(drafted, drafted + count, drafted[i]));
         }
-        if (!how.ngram) return;
-        each_repeating(how.ngram, [&](int64_t token) {
+        if (!params.ngram) return;
+        each_repeating(params.ngram, [&](int64_t token) {
             int64_t place = place_of(token);
             if (place >= 0) scores[place] = -__builtin_inff();
         });

@@ -1,4 +1,4 @@
-// Picks a token from the logits of a row: filters, noise, argmax, confidence, and second choice.
+// Picks a token from the logits of a row: filters, noise, argmax and confidence.
 //
 // `selfspec.executors.pick` does the same in torch, with filters in transformers' order and the noise of
 // `kernels/gumbel.py`. The largest s - log(E), where E = -log(u) of a uniform u, is also the largest exp(s) / E. This
@@ -15,13 +15,13 @@ struct Row {
     const float* logits;
     int64_t vocab, position;
     const int64_t* tokens;  // token ids of the logits, ascending; null: the whole vocabulary
-    float* kept = nullptr;  // cache of `arrivals` at this position, NaN if not computed yet; or null
+    float* noise = nullptr;  // cache of `arrivals` at this position, NaN if not computed yet; or null
     const Prefix* prefix = nullptr;  // the tokens for penalties; null: no penalties
 };
 
 struct Picked {
-    int64_t best, second;  // indices of logits
-    float sure;
+    int64_t best;  // index of the logits
+    float confidence;
 };
 
 // The working memory of a row in floats: scores, weights, and two integers per token.
@@ -89,7 +89,7 @@ struct Contest {
     const int64_t* tokens;
     uint64_t key;
     float* shares;
-    float* kept;  // see `Row`
+    float* known;  // `noise` of the row
 
     // The index of the winner; -1 if all shares underflow.
     int64_t winner(float most, float share) const {
@@ -109,9 +109,9 @@ struct Contest {
     double run(float most) const {
         double total = 0;
         float own[CHUNK];
-        bool is_known = kept && !std::isnan(kept[0]);
+        bool is_known = known && !std::isnan(known[0]);
         for (int64_t at = 0; at < filled_up(count); at += CHUNK) {
-            float* waits = kept ? kept + at : own;
+            float* waits = known ? known + at : own;
             if (!is_known) arrivals(key, tokens, at, waits);
             Vec part = {};
             for (int64_t i = 0; i < CHUNK; i += LANES) {
@@ -126,19 +126,19 @@ struct Contest {
 };
 
 // The pick among sampled scores x [vocab] whose largest is `most`.
-static Picked sampled(const Row& row, const How& how, float* x, float most, float* weights, int64_t* places,
-                      int64_t* names, bool with_second) {
+static Picked sampled(const Row& row, const SamplingParams& params, float* x, float most, float* weights,
+                      int64_t* places, int64_t* names) {
     int64_t n = filled_up(row.vocab), count = row.vocab;
-    bool by_k = how.top_k > 0 && how.top_k < row.vocab, by_p = how.top_p < 1, by_min = how.min_p > 0;
-    if (by_k) keep(x, nullptr, n, most, double(how.top_k), places);
+    bool by_k = params.top_k > 0 && params.top_k < row.vocab, by_p = params.top_p < 1, by_min = params.min_p > 0;
+    if (by_k) keep(x, nullptr, n, most, double(params.top_k), places);
     if (by_p) {
         double total = weigh(x, n, most, weights);
-        keep(x, weights, n, most, double(how.top_p) * total, places);
+        keep(x, weights, n, most, double(params.top_p) * total, places);
     }
     const int64_t* tokens = row.tokens;
     bool some = by_k || by_p || by_min;
     if (some || tokens) {  // move the kept scores together
-        double low = by_min ? double(most) + std::log(double(how.min_p)) : -INFINITY;
+        double low = by_min ? double(most) + std::log(double(params.min_p)) : -INFINITY;
         float bound = float(low);
         if (by_min && !(double(bound) < low)) bound = std::nextafter(bound, -INFINITY);
         count = 0;
@@ -150,41 +150,26 @@ static Picked sampled(const Row& row, const How& how, float* x, float most, floa
         for (int64_t i = count; i < filled_up(count); i++) x[i] = -INFINITY, names[i] = 0;
         tokens = names;
     }
-    Contest contest{x, count, tokens, key_of(how.seed, row.position), weights, tokens ? nullptr : row.kept};
+    Contest contest{x, count, tokens, key_of(params.seed, row.position), weights, tokens ? nullptr : row.noise};
     double total = contest.run(most);
     int64_t best = contest.winner(most, largest(weights, filled_up(count)));
-    Picked picked{best, 0, float(weights[best] / total)};
-    if (with_second && count > 1) {
-        x[best] = -INFINITY, weights[best] = 0;
-        picked.second = contest.winner(most, largest(weights, filled_up(count)));
-        if (picked.second < 0) {
-            float next = largest(x, filled_up(count));
-            if (next > -INFINITY) contest.run(next);
-            picked.second = next > -INFINITY ? contest.winner(next, largest(weights, filled_up(count))) : 0;
-        }
-        if (tokens == names) picked.second = places[picked.second];
-    }
-    if (tokens == names) picked.best = places[best];
-    return picked;
+    float confidence = float(weights[best] / total);
+    return {tokens == names ? places[best] : best, confidence};
 }
 
-// The pick of a row. `room`: `pick_floats` floats. NaN counts as the largest. If scores are not finite, the argmax is
+// The pick of a row. `memory`: `pick_floats` floats. NaN counts as the largest. If scores are not finite, the argmax is
 // picked without noise and without a confidence.
-static Picked pick_row(const Row& row, const How& how, float* room, bool with_sure, bool with_second) {
+static Picked pick_row(const Row& row, const SamplingParams& params, float* memory, bool with_confidence) {
     int64_t n = filled_up(row.vocab);
-    float *x = room, *weights = x + n;
+    float *x = memory, *weights = x + n;
     int64_t* places = reinterpret_cast<int64_t*>(weights + n);
-    float temperature = how.temperature > 0 ? how.temperature : 1;
+    float temperature = params.temperature > 0 ? params.temperature : 1;
     scale(row, temperature, x);
-    if (row.prefix) row.prefix->penalize(how, row.logits, temperature, x);
+    if (row.prefix) row.prefix->penalize(params, row.logits, temperature, x);
     float most = largest(x, n);
     bool is_finite = std::isfinite(most);
-    if (how.temperature > 0 && is_finite) return sampled(row, how, x, most, weights, places, places + n, with_second);
-    Picked picked{first_of(x, n, most), 0, NAN};
-    if (with_sure && is_finite) picked.sure = float(1 / weigh(x, n, most, weights));
-    if (with_second) {
-        x[picked.best] = -INFINITY;
-        picked.second = first_of(x, n, largest(x, n));
-    }
+    if (params.temperature > 0 && is_finite) return sampled(row, params, x, most, weights, places, places + n);
+    Picked picked{first_of(x, n, most), NAN};
+    if (with_confidence && is_finite) picked.confidence = float(1 / weigh(x, n, most, weights));
     return picked;
 }

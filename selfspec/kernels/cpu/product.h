@@ -186,11 +186,11 @@ constexpr int64_t ABREAST_ROWS = 3, MOST_ABREAST = 1 << 15;
 template <Kind k>
 static const Tile ABREAST_TILES[] = {nullptr, tile<1, 2, k>, tile<2, 2, k>, tile<3, 2, k>};
 
-static inline void put(float* y, Vec v, int64_t room, bool add) {
-    if (room >= LANES) {
+static inline void put(float* y, Vec v, int64_t memory, bool add) {
+    if (memory >= LANES) {
         store(y, add ? load(y) + v : v);
-    } else if (room > 0) {
-        store_some(y, add ? load_some(y, room) + v : v, room);
+    } else if (memory > 0) {
+        store_some(y, add ? load_some(y, memory) + v : v, memory);
     }
 }
 
@@ -228,8 +228,8 @@ static inline int64_t token_floats(const Product& p) { return p.kind == PAIRS ? 
 static void round_pairs(const float* x, int64_t in, float* out) {
     char* to = reinterpret_cast<char*>(out);
     for (int64_t k = 0; k < depth_of(in); k += LANES, to += sizeof(Halves)) {
-        int64_t room = in - k;
-        Ints bits = (Ints)(room >= LANES ? load(x + k) : load_some(x + k, room > 0 ? int(room) : 0));
+        int64_t memory = in - k;
+        Ints bits = (Ints)(memory >= LANES ? load(x + k) : load_some(x + k, memory > 0 ? int(memory) : 0));
         Ints nearest = bits + 0x7fff + (bits >> 16 & 1), quiet = bits | 1 << 22;  // NaN must not become infinity
         Ints rounded = (bits & 0x7fffffff) > 0x7f800000 ? quiet : nearest;
         Halves halves = __builtin_convertvector(rounded >> 16, Halves);

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <new>
-#include <numeric>
 #include <optional>
 #include <vector>
 
@@ -15,10 +14,10 @@
 struct Program {
     int64_t rounds;               // maximum
     double seconds;               // no further round begins later
-    int64_t* rooms;               // [num_rows]: tokens that each row may still draft; updated
+    int64_t* capacities;          // [num_rows]: tokens that each row may still draft; updated
     const int64_t *ends, *stops;  // tokens that end a row, row after row; [num_rows + 1] their offsets
     void* const* indices;         // [num_rows] indices of the rows, see `lookup.cpp`; null: no lookup
-    void* const* others;          // [num_others] texts that all rows look in besides, and their sources
+    void* const* others;          // [num_others] other texts in which all rows look, and their sources
     const int64_t* sources;
     int64_t num_others;
     const int64_t* lengths;       // [num_rows, sources, bins]: the fields of `selfspec.control.plan.LookupTable`
@@ -37,8 +36,8 @@ namespace {
 
 class Run {
     Program& p;
-    Drafting d;
-    Judging j;
+    DraftArgs d;
+    VerifyArgs v;
     int64_t exit_layer;
     std::vector<int64_t> positions, last, lengths, drafts;  // per row
     std::vector<Choice> choices;       // per row: where it may draft by lookup
@@ -59,7 +58,8 @@ class Run {
             Choice& choice = choices[r];
             selfspec_lookup(p.indices[r], p.others, p.sources, p.num_others, &choice);
             int64_t at = r * NUM_SOURCES * NUM_BINS + choice.bin;
-            drafts[r] = choice.found.match ? std::max<int64_t>(0, std::min({p.lengths[at], p.rooms[r], j.most})) : 0;
+            int64_t length = std::min({p.lengths[at], p.capacities[r], v.most});
+            drafts[r] = choice.found.match ? std::max<int64_t>(0, length) : 0;
             if (drafts[r]) gain += p.gains[at];
             total += drafts[r];
         }
@@ -73,20 +73,19 @@ class Run {
         for (int64_t r = 0; r < d.num_rows && is_found; r++) {
             if (!drafts[r]) continue;
             const Choice& choice = choices[r];
-            int64_t count = selfspec_texts_draft(choice.texts, &choice.found, drafts[r], j.tokens + r * j.most);
-            std::iota(j.parents + r * j.most, j.parents + r * j.most + count, 0);
+            int64_t count = selfspec_texts_draft(choice.texts, &choice.found, drafts[r], v.tokens + r * v.most);
             int64_t at = p.done * d.num_rows + r;
-            j.counts[r] = count;
+            v.counts[r] = count;
             if (count) p.matches[at] = choice.found.match, p.drafted_from[at] = choice.source;
         }
     }
 
     // Set up the histories of rows with penalties.
-    void remember() {
-        int64_t vocab = j.head->out;
+    void make_histories() {
+        int64_t vocab = v.head->out;
         histories.resize(d.num_rows);
         for (int64_t r = 0; r < d.num_rows; r++) {
-            if (penalizes(d.how[r]))
+            if (penalizes(d.params[r]))
                 histories[r].emplace(vocab, p.texts + p.text_ends[r], p.text_ends[r + 1] - p.text_ends[r],
                                      p.num_prompts[r]);
             history_of.push_back(histories[r] ? &*histories[r] : nullptr);
@@ -100,44 +99,44 @@ class Run {
 
     // Advance the rows to the next round. Returns whether there may be one.
     bool move() {
-        bool goes_on = true, had_room = false, has_room = false;
+        bool goes_on = true, could_draft = false, can_draft = false;
         for (int64_t r = 0; r < d.num_rows; r++) {
-            const int64_t *picks = j.picks + r * (j.most + 1), count = j.accepted[r];
-            positions[r] += count, last[r] = picks[count - 1], p.rooms[r] -= count;
+            const int64_t *picks = v.picks + r * (v.most + 1), count = v.num_emitted[r];
+            positions[r] += count, last[r] = picks[count - 1], p.capacities[r] -= count;
             if (p.texts && histories[r]) histories[r]->add(picks, count, 1);
             if (p.indices && !selfspec_index_add(p.indices[r], picks, count)) throw std::bad_alloc();
-            goes_on = goes_on && p.rooms[r] >= 0 && !ends(r, picks, count);
-            had_room = had_room || lengths[r];
-            lengths[r] = std::min(lengths[r], std::max<int64_t>(0, p.rooms[r]));
-            has_room = has_room || lengths[r];
+            goes_on = goes_on && p.capacities[r] >= 0 && !ends(r, picks, count);
+            could_draft = could_draft || lengths[r];
+            lengths[r] = std::min(lengths[r], std::max<int64_t>(0, p.capacities[r]));
+            can_draft = can_draft || lengths[r];
         }
-        if (had_room && !has_room) exit_layer = 0;
+        if (could_draft && !can_draft) exit_layer = 0;
         return goes_on;
     }
 
     // Advance to the output arrays of the next round.
     void advance() {
-        int64_t rows = d.num_rows, most = j.most;
+        int64_t rows = d.num_rows, most = v.most;
         d.counts += rows, d.taken += 3 * most;
-        if (d.sure) d.sure += rows * most;
-        j.counts += rows, j.chains += rows, j.accepted += rows, j.taken += 4;
+        if (d.confidences) d.confidences += rows * most;
+        v.counts += rows, v.num_emitted += rows, v.taken += 4;
         int64_t columns = rows * (most + 1);
-        if (j.num_likely) {
-            j.logprobs += columns, j.ranks += columns;
-            j.likely += columns * j.most_likely, j.likely_logprobs += columns * j.most_likely;
+        if (v.num_likely) {
+            v.logprobs += columns, v.ranks += columns;
+            v.likely += columns * v.most_likely, v.likely_logprobs += columns * v.most_likely;
         }
-        j.tokens += rows * most, j.parents += rows * most, j.path += rows * (most + 1), j.picks += rows * (most + 1);
-        for (int64_t* counts : {d.counts, j.counts, j.chains}) std::fill(counts, counts + rows, 0);
+        v.tokens += rows * most, v.picks += columns;
+        for (int64_t* counts : {d.counts, v.counts}) std::fill(counts, counts + rows, 0);
     }
 
    public:
-    Run(const Drafting& drafting, const Judging& judging, Program& program)
-        : p(program), d(drafting), j(judging), exit_layer(j.exit_layer),
+    Run(const DraftArgs& draft, const VerifyArgs& verify, Program& program)
+        : p(program), d(draft), v(verify), exit_layer(v.exit_layer),
           positions(d.positions, d.positions + d.num_rows), last(d.last, d.last + d.num_rows),
           lengths(d.lengths, d.lengths + d.num_rows), drafts(d.num_rows), choices(d.num_rows) {
         d.positions = positions.data(), d.last = last.data(), d.lengths = lengths.data();
         d.histories = nullptr, d.places = nullptr;
-        if (p.texts) remember();
+        if (p.texts) make_histories();
     }
 
     int64_t run(const Model* m) {
@@ -147,8 +146,8 @@ class Run {
                 choose();
             else if (p.done)
                 p.given[p.done] = !exit_layer;
-            j.exit_layer = p.given[p.done] ? 0 : exit_layer;
-            if (selfspec_round(m, &d, &j)) return 1;
+            v.exit_layer = p.given[p.done] ? 0 : exit_layer;
+            if (selfspec_round(m, &d, &v)) return 1;
             bool goes_on = move();
             if (++p.done >= p.rounds || !goes_on || now() - begin >= p.seconds) return 0;
         }
@@ -160,8 +159,8 @@ class Run {
 extern "C" {
 
 // Returns 0, or 1 if memory allocation failed.
-int64_t selfspec_program(const Model* m, const Drafting* d, const Judging* j, Program* program) try {
-    return Run(*d, *j, *program).run(m);
+int64_t selfspec_program(const Model* m, const DraftArgs* d, const VerifyArgs* v, Program* program) try {
+    return Run(*d, *v, *program).run(m);
 } catch (const std::bad_alloc&) {
     return 1;
 }

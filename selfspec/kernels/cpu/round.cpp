@@ -9,7 +9,6 @@
 #include <optional>
 #include <vector>
 
-#include "drafts.h"
 #include "logprobs.h"
 #include "pick.h"
 #include "round.h"
@@ -33,178 +32,149 @@ class Floats {
     float* get() const { return first; }
 };
 
+// The new tokens of a round, row after row; firsts [num_rows + 1]: offset of each row's tokens.
+struct PackedTokens {
+    std::vector<int64_t> tokens, positions, firsts{0};
+
+    int64_t size() const { return int64_t(tokens.size()); }
+};
+
 class Round {
     const Model& m;
-    Drafting d;
-    const Judging& j;
-    Floats waits;
+    DraftArgs d;
+    const VerifyArgs& v;
+    Floats noise;
 
-    int64_t threads(int64_t n) const { return n > j.few ? j.threads : j.threads_few; }
+    int64_t threads(int64_t n) const { return n > v.few ? v.threads : v.threads_few; }
 
-    // Run layers [start, stop) on packed nodes, from their tokens or from hidden states `from`.
-    void run(Nodes& nodes, int64_t start, int64_t stop, const float* from, float* x, float* const* taps) const {
-        int64_t n = nodes.size(), scratch = selfspec_scratch_floats(&m, j.longest);
-        int64_t buffers = selfspec_buffer_floats(&m, n);
-        Floats room(buffers + scratch * threads(n));
-        Call call = nodes.call(d.cos, d.sin);
-        const void* given = start ? static_cast<const void*>(from) : nodes.tokens.data();
-        selfspec_run(&m, j.layers + start, stop - start, &call, given, start ? nullptr : d.embedding, x, taps,
-                     stop == j.num_layers ? j.norm : nullptr, room.get(), room.get() + buffers, scratch, threads(n));
-    }
-
-    Nodes nodes_of(bool only_unread) const {
-        Nodes nodes(d.num_rows, d.row_pages);
-        for (int64_t r = 0; r < d.num_rows; r++)
-            nodes.add(d.pages + r * d.row_pages, d.positions[r], d.last[r], j.counts[r], j.tokens + r * j.most,
-                      j.parents + r * j.most, only_unread ? j.chains[r] : 0);
-        return nodes;
-    }
-
-    // Run the early layers on nodes that they have not processed: the last drafted tokens and second choices. x: the
-    // hidden states of all nodes.
-    void read_on(float* x) const {
-        Nodes unread = nodes_of(true);
-        Floats states(unread.size() * m.hidden);
-        run(unread, 0, j.exit_layer, nullptr, states.get(), nullptr);
-        const float* more = states.get();
+    // Every row's last token and its drafted tokens; `only_unread`: only those that no early layer has processed.
+    PackedTokens packed(bool only_unread) const {
+        PackedTokens all;
         for (int64_t r = 0; r < d.num_rows; r++) {
-            int64_t known = j.chains[r] * m.hidden, others = (j.counts[r] + 1) * m.hidden - known;
-            x = std::copy_n(d.hidden + r * d.most * m.hidden, known, x);
-            x = std::copy_n(more, others, x);
-            more += others;
+            for (int64_t i = only_unread ? v.counts[r] : 0; i <= v.counts[r]; i++) {
+                all.tokens.push_back(i ? v.tokens[r * v.most + i - 1] : d.last[r]);
+                all.positions.push_back(d.positions[r] + i);
+            }
+            all.firsts.push_back(all.size());
+        }
+        return all;
+    }
+
+    // Run layers [start, stop) on packed tokens, from the tokens or from hidden states `from`.
+    void run(const PackedTokens& all, int64_t start, int64_t stop, const float* from, float* x,
+             float* const* taps) const {
+        int64_t n = all.size(), scratch = selfspec_scratch_floats(&m, v.longest);
+        int64_t buffers = selfspec_buffer_floats(&m, n);
+        Floats memory(buffers + scratch * threads(n));
+        Call call = {n, d.num_rows, all.positions.data(), all.firsts.data(), d.pages, d.row_pages, d.cos, d.sin};
+        const void* given = start ? static_cast<const void*>(from) : all.tokens.data();
+        selfspec_run(&m, v.layers + start, stop - start, &call, given, start ? nullptr : d.embedding, x, taps,
+                     stop == v.num_layers ? v.norm : nullptr, memory.get(), memory.get() + buffers, scratch,
+                     threads(n));
+    }
+
+    // Run the early layers on the last token of each draft. x: the hidden states of all tokens.
+    void read_on(float* x) const {
+        PackedTokens unread = packed(true);
+        Floats states(unread.size() * m.hidden);
+        run(unread, 0, v.exit_layer, nullptr, states.get(), nullptr);
+        for (int64_t r = 0; r < d.num_rows; r++) {
+            x = std::copy_n(d.hidden + r * d.most * m.hidden, v.counts[r] * m.hidden, x);
+            x = std::copy_n(states.get() + r * m.hidden, m.hidden, x);
         }
     }
 
-    // The target's pick at a node, with the noise of the draft's pick at the same position.
-    int64_t pick_at(const Nodes& nodes, const float* logits, int64_t row, int64_t node, float* room) const {
-        int64_t vocab = j.head->out, at = nodes.rows[row] + node;
-        bool is_kept = d.waits && node < j.chains[row] && node < d.num_kept;
-        float* kept = is_kept ? d.waits + (row * d.num_kept + node) * filled_up(vocab) : nullptr;
-        Row one{logits + at * vocab, vocab, nodes.positions[at] + 1, nullptr, kept};
+    // The target's pick after `place` drafted tokens of a row, with the noise of the draft's pick at the same position.
+    int64_t pick_at(const PackedTokens& all, const float* logits, int64_t row, int64_t place, float* memory) const {
+        int64_t vocab = v.head->out, at = all.firsts[row] + place;
+        bool is_kept = d.noise && place < v.counts[row] && place < d.num_kept;
+        float* kept = is_kept ? d.noise + (row * d.num_kept + place) * filled_up(vocab) : nullptr;
+        Row one{logits + at * vocab, vocab, all.positions[at] + 1, nullptr, kept};
         const History* history = d.histories ? d.histories[row] : nullptr;
-        std::vector<int64_t> before;
         std::optional<Prefix> prefix;
-        if (history) {
-            before = before_node(row, node);
-            one.prefix = &prefix.emplace(Prefix{*history, before.data(), int64_t(before.size()), nullptr});
-        }
-        return pick_row(one, d.how[row], room, false, false).best;
-    }
-
-    // The drafted tokens on the path to a node, its own included.
-    std::vector<int64_t> before_node(int64_t row, int64_t node) const {
-        std::vector<int64_t> before;
-        for (; node; node = j.parents[row * j.most + node - 1]) before.push_back(j.tokens[row * j.most + node - 1]);
-        std::reverse(before.begin(), before.end());
-        return before;
+        if (history) one.prefix = &prefix.emplace(Prefix{*history, v.tokens + row * v.most, place, nullptr});
+        return pick_row(one, d.params[row], memory, false).best;
     }
 
     // Report the log-probabilities of a row's pick after so many accepted tokens.
-    void report(const float* logits, int64_t row, int64_t accepted, int64_t token, float* room) const {
-        int64_t at = row * (j.most + 1) + accepted, first = at * j.most_likely, wanted = j.num_likely[row];
+    void report(const float* logits, int64_t row, int64_t accepted, int64_t token, float* memory) const {
+        int64_t at = row * (v.most + 1) + accepted, first = at * v.most_likely, wanted = v.num_likely[row];
         if (wanted < 0) return;
-        LogProbs out{j.logprobs + at, j.ranks + at, wanted, j.likely + first, j.likely_logprobs + first};
-        log_probabilities(logits, j.head->out, token, room, out);
+        LogProbs out{v.logprobs + at, v.ranks + at, wanted, v.likely + first, v.likely_logprobs + first};
+        log_probabilities(logits, v.head->out, token, memory, out);
     }
 
-    // The target's picks at all nodes, by several threads. room: `pick_floats` per thread.
-    std::vector<int64_t> pick_all(const Nodes& nodes, const float* logits, int64_t num_threads, float* room) const {
-        int64_t n = nodes.size();
+    // The target's picks after all tokens, by several threads. memory: `pick_floats` per thread.
+    std::vector<int64_t> pick_all(const PackedTokens& all, const float* logits, int64_t num_threads,
+                                  float* memory) const {
+        int64_t n = all.size();
         std::vector<int64_t> picks(n), owners(n);
         for (int64_t r = 0; r < d.num_rows; r++)
-            std::fill(owners.begin() + nodes.rows[r], owners.begin() + nodes.rows[r + 1], r);
+            std::fill(owners.begin() + all.firsts[r], owners.begin() + all.firsts[r + 1], r);
 #pragma omp parallel for num_threads(num_threads)
         for (int64_t i = 0; i < n; i++) {
-            float* own = room + omp_get_thread_num() * pick_floats(j.head->out);
-            picks[i] = pick_at(nodes, logits, owners[i], i - nodes.rows[owners[i]], own);
+            float* own = memory + omp_get_thread_num() * pick_floats(v.head->out);
+            picks[i] = pick_at(all, logits, owners[i], i - all.firsts[owners[i]], own);
         }
         return picks;
     }
 
-    // Walk from node 0 to the child that the target picks, while there is one.
-    void walk(const Nodes& nodes, const float* logits) const {
-        int64_t n = nodes.size(), vocab = j.head->out;
+    // The acceptance rule: the drafted tokens up to the first that is not the target's pick, and that pick.
+    void accept(const PackedTokens& all, const float* logits) const {
+        int64_t n = all.size(), vocab = v.head->out;
         int64_t num_threads = n * vocab > SHARED ? std::min(threads(n), n) : 1;
-        bool is_shared = num_threads > 1;  // else picks off the path are not computed
-        Floats room(num_threads * pick_floats(vocab));
+        bool is_shared = num_threads > 1;  // else picks after the first rejected token are not computed
+        Floats memory(num_threads * pick_floats(vocab));
         std::vector<int64_t> picks;
-        if (is_shared) picks = pick_all(nodes, logits, num_threads, room.get());
+        if (is_shared) picks = pick_all(all, logits, num_threads, memory.get());
         for (int64_t r = 0; r < d.num_rows; r++) {
-            int64_t count = j.counts[r], length = 0;
-            int64_t *path = j.path + r * (j.most + 1), *out = j.picks + r * (j.most + 1);
-            const int64_t *tokens = j.tokens + r * j.most, *parents = j.parents + r * j.most;
-            for (int64_t node = 0; node >= 0; length++) {
-                int64_t next = node + 1;
-                int64_t made = is_shared ? picks[nodes.rows[r] + node] : pick_at(nodes, logits, r, node, room.get());
-                path[length] = node, out[length] = made;
-                if (j.num_likely) report(logits + (nodes.rows[r] + node) * vocab, r, length, made, room.get());
-                while (next <= count && !(parents[next - 1] == node && tokens[next - 1] == made)) next++;
-                node = next <= count ? next : -1;
+            const int64_t* drafted = v.tokens + r * v.most;
+            int64_t *out = v.picks + r * (v.most + 1), place = 0;
+            for (bool is_right = true; is_right; place++) {
+                int64_t at = all.firsts[r] + place;
+                out[place] = is_shared ? picks[at] : pick_at(all, logits, r, place, memory.get());
+                if (v.num_likely) report(logits + at * vocab, r, place, out[place], memory.get());
+                is_right = place < v.counts[r] && drafted[place] == out[place];
             }
-            j.accepted[r] = length;
-        }
-    }
-
-    // Move the keys and values of accepted nodes that are not at their tokens' positions.
-    void settle() const {
-        int64_t size = m.shape.page_size, floats = m.shape.kv_heads * m.shape.head_dim;
-        for (int64_t r = 0; r < d.num_rows; r++) {
-            const int64_t *path = j.path + r * (j.most + 1), *pages = d.pages + r * d.row_pages;
-            for (int64_t i = 0; i < j.accepted[r]; i++) {
-                int64_t from = d.positions[r] + path[i], to = d.positions[r] + i;
-                if (from == to) continue;
-                from = (pages[from / size] * size + from % size) * floats;
-                to = (pages[to / size] * size + to % size) * floats;
-                for (const Layer* layer = j.layers; layer < j.layers + j.num_layers; layer++) {
-                    std::copy_n(layer->keys + from, floats, layer->keys + to);
-                    std::copy_n(layer->values + from, floats, layer->values + to);
-                }
-            }
+            v.num_emitted[r] = place;
         }
     }
 
    public:
-    Round(const Model& m, const Drafting& d, const Judging& j) : m(m), d(d), j(j) {}
+    Round(const Model& m, const DraftArgs& d, const VerifyArgs& v) : m(m), d(d), v(v) {}
 
     void draft() {
         int64_t each = d.num_rows * filled_up(d.vocab);
         bool samples = false;
-        for (int64_t r = 0; r < d.num_rows; r++) samples = samples || d.how[r].temperature > 0;
+        for (int64_t r = 0; r < d.num_rows; r++) samples = samples || d.params[r].temperature > 0;
         d.num_kept = samples && !d.names ? std::min(d.most, MOST_KEPT / each) : 0;
-        if (d.num_kept) waits = Floats(each * d.num_kept);
-        d.waits = waits.get();
+        if (d.num_kept) noise = Floats(each * d.num_kept);
+        d.noise = noise.get();
         int64_t num_threads = threads(d.num_rows);
-        Floats room(selfspec_draft_floats(&m, &d, j.draft_head, j.longest, num_threads));
-        selfspec_draft(&m, j.drafters, j.exit_layer, j.draft_head, &d, j.longest, room.get(), num_threads);
+        Floats memory(selfspec_draft_floats(&m, &d, v.draft_head, v.longest, num_threads));
+        selfspec_draft(&m, v.drafters, v.exit_layer, v.draft_head, &d, v.longest, memory.get(), num_threads);
         for (int64_t r = 0; r < d.num_rows; r++) {
-            int64_t count = d.counts[r], *tokens = j.tokens + r * j.most, *parents = j.parents + r * j.most;
-            for (int64_t i = 0; i < count; i++) tokens[i] = d.tokens[r * d.most + i], parents[i] = i;
-            j.chains[r] = j.counts[r] = count;
-            if (!j.seconds) continue;
-            for (int64_t at : j.seconds->likely(d.sure + r * d.most, count, r)) {
-                tokens[j.counts[r]] = d.seconds[r * d.most + at];
-                parents[j.counts[r]++] = at;
-            }
+            v.counts[r] = d.counts[r];
+            std::copy_n(d.tokens + r * d.most, d.counts[r], v.tokens + r * v.most);
         }
     }
 
-    void judge() const {
-        Nodes nodes = nodes_of(false);
-        int64_t n = nodes.size(), vocab = j.head->out;
-        bool is_read = j.exit_layer && !j.are_copies && !j.taps;  // with taps, all layers process all nodes
-        Floats x(n * m.hidden), own(j.logits ? 0 : n * vocab), early(is_read ? n * m.hidden : 0);
-        float* logits = j.logits ? j.logits : own.get();
+    void verify() const {
+        PackedTokens all = packed(false);
+        int64_t n = all.size(), vocab = v.head->out;
+        bool is_read = v.exit_layer && !v.are_copies && !v.taps;  // with taps, all layers process all tokens
+        Floats x(n * m.hidden), own(v.logits ? 0 : n * vocab), early(is_read ? n * m.hidden : 0);
+        float* logits = v.logits ? v.logits : own.get();
         double before = now();
         if (is_read) read_on(early.get());
         double start = now();
-        run(nodes, is_read ? j.exit_layer : 0, j.num_layers, early.get(), x.get(), j.taps);
+        run(all, is_read ? v.exit_layer : 0, v.num_layers, early.get(), x.get(), v.taps);
         double between = now();
-        Floats room(selfspec_linear_floats(j.head, n, threads(n)));
-        selfspec_linear(j.head, x.get(), n, logits, nullptr, 0, room.get(), threads(n));
+        Floats memory(selfspec_linear_floats(v.head, n, threads(n)));
+        selfspec_linear(v.head, x.get(), n, logits, nullptr, 0, memory.get(), threads(n));
         double headed = now();
-        walk(nodes, logits);
-        settle();
-        double *taken = j.taken, end = now();
+        accept(all, logits);
+        double *taken = v.taken, end = now();
         taken[0] = start - before, taken[1] = between - start, taken[2] = headed - between, taken[3] = end - headed;
     }
 };
@@ -213,10 +183,10 @@ class Round {
 
 extern "C" {
 
-int64_t selfspec_round(const Model* m, const Drafting* d, const Judging* j) try {
-    Round round(*m, *d, *j);
-    if (j->exit_layer) round.draft();
-    round.judge();
+int64_t selfspec_round(const Model* m, const DraftArgs* d, const VerifyArgs* v) try {
+    Round round(*m, *d, *v);
+    if (v->exit_layer) round.draft();
+    round.verify();
     return 0;
 } catch (const std::bad_alloc&) {
     return 1;

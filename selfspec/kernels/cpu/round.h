@@ -2,11 +2,9 @@
 #pragma once
 
 #include "drafting.h"
-#include "drafts.h"
 
-// Inputs and outputs of a verification. Node 0 of a draft is its row's last token. Node i > 0 is tokens[i - 1], and its
-// parent is parents[i - 1].
-struct Judging {
+// Inputs and outputs of a verification of row r's last token and its drafted tokens, tokens[r][0 .. counts[r]).
+struct VerifyArgs {
     const Layer* layers;
     int64_t num_layers;
     const Product* head;
@@ -16,25 +14,22 @@ struct Judging {
     const Product* draft_head;
     int64_t are_copies, longest;        // longest: maximum tokens per row, all possible drafts included
     int64_t few, threads_few, threads;  // threads of calls of at most `few` tokens, and of larger calls
-    const Seconds* seconds;             // which second choices are drafted; null: none
     int64_t most;                       // maximum drafted tokens per row
-    int64_t *counts, *tokens, *parents, *chains;  // drafts, in or out: [num_rows], [num_rows, most] twice, [num_rows]
-    // out: accepted nodes [num_rows]; their indices, and the pick at each, [num_rows, most + 1]
-    int64_t *accepted, *path, *picks;
-    // out, or null: hidden states after layers, [num_layers] pointers to [nodes, hidden] or null; logits [nodes,
-    // vocab].
+    int64_t *counts, *tokens;           // drafts, in or out: [num_rows], [num_rows, most]
+    int64_t *num_emitted, *picks;       // out: accepted tokens and one more [num_rows]; the picks [num_rows, most + 1]
+    // out, or null: hidden states after layers, [num_layers] pointers to [tokens, hidden] or null; logits [tokens,
+    // vocab]
     float *const *taps, *logits;
     double* taken;                // out: [4] seconds of early layers after the draft, layers, head, picks
     // [num_rows]: most probable tokens to report, -1: no log-probabilities; null: for no row
     const int64_t* num_likely;
     int64_t most_likely;          // maximum of num_likely
-    float* logprobs;              // out: [num_rows, most + 1], of accepted picks
+    float* logprobs;              // out: [num_rows, most + 1], of emitted tokens
     int64_t *ranks, *likely;      // out: [num_rows, most + 1]; tokens [num_rows, most + 1, most_likely]
     float* likely_logprobs;       // out: as `likely`
 };
 
 extern "C" {
-// Draft, if layers do, and verify. The keys and values of accepted tokens are then at their positions. Returns 0, or 1
-// if memory allocation failed.
-int64_t selfspec_round(const Model* m, const Drafting* d, const Judging* j);
+// Draft, if layers do, and verify. Returns 0, or 1 if memory allocation failed.
+int64_t selfspec_round(const Model* m, const DraftArgs* d, const VerifyArgs* v);
 }

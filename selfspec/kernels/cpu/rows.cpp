@@ -62,8 +62,8 @@ static void dequantise(const Product& p, int64_t output, float* out) {
     }
 }
 
-extern "C" const float* selfspec_row(const RowTable* table, int64_t row, int64_t size, float* room) {
+extern "C" const float* selfspec_row(const RowTable* table, int64_t row, int64_t size, float* memory) {
     if (table->floats) return table->floats + row * size;
-    dequantise(*table->packed, row, room);
-    return room;
+    dequantise(*table->packed, row, memory);
+    return memory;
 }

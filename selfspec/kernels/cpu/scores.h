@@ -11,28 +11,20 @@
 #include "prefetch.h"
 #include "vector.h"
 
-// The tokens of a row: `count` new ones, which are written already, from `position` on. A node after a tree's initial
-// chain is a row of its own: from position `root` on, its branch is at root + branch[0], root + branch[1], ...
+// The tokens of a row: `count` new ones, which are written already, from `position` on.
 struct Span {
     const int64_t* pages;
     int64_t position, first, count;  // first: its index in the packed call
-    int64_t root;
-    const int64_t* branch;  // null: a row's tokens are at their positions
 };
 
 static inline const float* slot(const float* storage, const Shape& s, const Span& row, int64_t at, int64_t kv_head) {
-    if (row.branch && at >= row.root) at = row.root + row.branch[at - row.root];
     int64_t where = row.pages[at / s.page_size] * s.page_size + at % s.page_size;
     return storage + (where * s.kv_heads + kv_head) * s.head_dim;
 }
 
 // The end of the contiguous keys from position `at` on.
-static inline int64_t together_until(const Shape& s, const Span& row, int64_t at, int64_t limit) {
+static inline int64_t together_until(const Shape& s, int64_t at, int64_t limit) {
     int64_t stop = (at / s.page_size + 1) * s.page_size;
-    if (row.branch) {
-        int64_t turn = at < row.root ? row.root : at + 1;
-        stop = stop < turn ? stop : turn;
-    }
     return stop < limit ? stop : limit;
 }
 
@@ -105,7 +97,7 @@ static void weigh_many(const Shape& s, const Span& row, int64_t kv_head, const f
     auto some = d % LANES ? products<TOGETHER, false> : products<TOGETHER, true>;
     Vec most = splat(-INFINITY), never = most;
     for (int64_t at = low; at < limit;) {
-        int64_t stop = together_until(s, row, at, limit);
+        int64_t stop = together_until(s, at, limit);
         const float* key = slot(keys, s, row, at, kv_head);
         while (at < stop) {
             int count = stop - at < TOGETHER ? 1 : TOGETHER;
@@ -204,7 +196,7 @@ static Keys gather(const float* keys, const float* values, const Shape& s, const
     int64_t d = s.head_dim, stride = s.kv_heads * d;
     float* to = copied;
     while (at < stop) {
-        int64_t until = together_until(s, row, at, stop);
+        int64_t until = together_until(s, at, stop);
         const float* key = slot(keys, s, row, at, kv_head);
         for (; at < until; at++, key += stride, to += d) {
             std::memcpy(to, key, sizeof(float) * d);
@@ -223,24 +215,23 @@ static Products products_for(int count, int64_t d, std::integer_sequence<int, N.
 }
 
 // The working memory for scores in floats: spread queries and copied keys, or transposed queries.
-static inline int64_t weigh_room(int64_t d) { return vectors_of(d) * QUAD * LANES * FEW + LANES * d; }
+static inline int64_t weigh_floats(int64_t d) { return vectors_of(d) * QUAD * LANES * FEW + LANES * d; }
 
-// Scores of a few queries and the keys [begin, limit), [queries][keys]: the lanes are keys. The sums and their order
-// are the same. `begin` is a multiple of LANES after `low`. The first `asked` keys from `low` on are prefetched
-// already. most: per query and lane, the largest score so far.
+// Scores of a few queries and the keys [low, limit), [queries][keys]: the lanes are keys. The sums and their order are
+// the same. The first `asked` keys are prefetched already. most: per query and lane, the largest score so far.
 static void score_few(const Shape& s, const Span& row, int64_t kv_head, const float* queries, const float* keys,
-                      const float* values, int count, const Ints& position, int64_t low, int64_t begin, int64_t limit,
-                      int64_t asked, int window, float scale, float* room, const Weights& weights, Vec* most) {
-    int64_t d = s.head_dim, stride = s.kv_heads * d, until = begin;
-    float* copied = room + vectors_of(d) * QUAD * LANES * FEW;
+                      const float* values, int count, const Ints& position, int64_t low, int64_t limit, int64_t asked,
+                      int window, float scale, float* memory, const Weights& weights, Vec* most) {
+    int64_t d = s.head_dim, stride = s.kv_heads * d, until = low;
+    float* copied = memory + vectors_of(d) * QUAD * LANES * FEW;
     Products products = products_for(count, d, std::make_integer_sequence<int, FEW>());
     const float* run = nullptr;  // contiguous keys, up to `until`
     Ints lane = {};
     for (int i = 0; i < LANES; i++) lane[i] = i;
-    spread(queries, count, d, room);
-    for (int64_t at = begin; at < limit; at += LANES, run += LANES * stride) {
+    spread(queries, count, d, memory);
+    for (int64_t at = low; at < limit; at += LANES, run += LANES * stride) {
         if (at >= until) {
-            until = together_until(s, row, at, limit);
+            until = together_until(s, at, limit);
             run = slot(keys, s, row, at, kv_head);
         }
         int64_t stop = at + LANES < limit ? at + LANES : limit;
@@ -248,7 +239,7 @@ static void score_few(const Shape& s, const Span& row, int64_t kv_head, const fl
         int64_t later = at + SOON_KEYS < low + asked ? 0 : SOON_KEYS * stride;
         products(at + LANES <= until ? Keys{run, stride, values - keys, later}
                                      : gather(keys, values, s, row, kv_head, at, stop, copied),
-                 room, d, sums);
+                 memory, d, sums);
         Ints where = lane + int32_t(at);
         for (int q = 0; q < count; q++) {
             Ints seen = where <= position[q];  // beyond `limit` only if that is a multiple of LANES
@@ -276,10 +267,10 @@ static void soften(const Weights& weights, int q, int64_t count, const Vec& most
 // Weights of a few queries, which are the tokens of one row.
 static void weigh_few(const Shape& s, const Span& row, int64_t kv_head, const float* queries, const float* keys,
                       const float* values, int count, const Ints& position, int64_t low, int64_t limit, int64_t asked,
-                      int window, float scale, float* room, const Weights& weights) {
+                      int window, float scale, float* memory, const Weights& weights) {
     Vec most[FEW];
     for (int q = 0; q < count; q++) most[q] = splat(-INFINITY);
-    score_few(s, row, kv_head, queries, keys, values, count, position, low, low, limit, asked, window, scale, room,
+    score_few(s, row, kv_head, queries, keys, values, count, position, low, limit, asked, window, scale, memory,
               weights, most);
     for (int q = 0; q < count; q++) soften(weights, q, limit - low, most[q]);
 }

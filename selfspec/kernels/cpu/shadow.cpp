@@ -4,17 +4,17 @@
 #include "pick.h"
 #include "team.h"
 
-struct Looking {
+struct ProbeArgs {
     int64_t num_layers, num_positions, hidden, vocab, num_likely, num_others;
     const RowTable* head;      // [vocab, hidden]
     const float *bias, *norm;  // [vocab] or null, [hidden]
     const int64_t* others;            // [num_others]: the sample of the vocabulary
     const float *states, *target;     // [num_layers, num_positions, hidden]; the target's logits [num_positions, vocab]
     const int64_t* judged;            // [num_positions]: the target's picks
-    const How* how;
+    const SamplingParams* params;
     const int64_t* positions;  // index in its row's content of the token picked at each position
     bool* hits;                // out: [num_layers, num_positions]; confidences of the same shape
-    float* sure;
+    float* confidences;
     float eps;
     // Penalties, or null: [num_positions, vocab] whether a token occurs before, and the number added to its logit. They
     // are applied to the target's logits already.
@@ -57,7 +57,7 @@ static int64_t likeliest(const float* logits, int64_t vocab, int64_t except, int
         std::nth_element(out, out + wanted - 1, out + count, is_likelier);
         bound = logits[out[wanted - 1]], count = wanted;
     };
-    auto look = [&](int64_t i) {
+    auto consider = [&](int64_t i) {
         if (!(logits[i] > bound) || i == except) return;
         out[count++] = i;
         if (count == 2 * wanted) cut();
@@ -67,22 +67,22 @@ static int64_t likeliest(const float* logits, int64_t vocab, int64_t except, int
         Ints is_likelier = load(logits + i) > bound;
         int32_t some = 0;
         for (int lane = 0; lane < LANES; lane++) some |= is_likelier[lane];
-        for (int64_t j = i; some && j < i + LANES; j++) look(j);
+        for (int64_t j = i; some && j < i + LANES; j++) consider(j);
     }
-    for (; wanted && i < vocab; i++) look(i);
+    for (; wanted && i < vocab; i++) consider(i);
     if (wanted && count > wanted) cut();
     return count;
 }
 
 // Computes the shadow picks of one position after another, in its own memory.
-class Looker {
-    const Looking& all;
+class Probe {
+    const ProbeArgs& all;
     int64_t most;  // maximum number of tokens, padded
     int64_t* tokens;
     float *normed, *logits, *stands_for;  // [layers, hidden], [layers, most], [most]
-    float *row, *room;                    // [hidden], `pick_floats`
+    float *row, *memory;                    // [hidden], `pick_floats`
 
-    static int64_t most_of(const Looking& all) {
+    static int64_t most_of(const ProbeArgs& all) {
         return filled_up(1 + all.num_likely + std::max(all.num_likely, all.num_others));
     }
 
@@ -109,7 +109,7 @@ class Looker {
     // Apply the penalties to the logits of all layers.
     void penalize(int64_t n, int64_t count) {
         const bool* seen = all.seen + n * all.vocab;
-        const float *added = all.penalty_bias + n * all.vocab, repetition = all.how[n].repetition;
+        const float *added = all.penalty_bias + n * all.vocab, repetition = all.params[n].repetition;
         for (int64_t k = 0; k < all.num_layers; k++)
             for (int64_t i = 0; i < count; i++) {
                 float& logit = logits[k * most + i];
@@ -119,32 +119,32 @@ class Looker {
     }
 
     // Whether a layer's first logit is its largest, and the confidence.
-    bool is_first(float* own, int64_t count, float* sure) const {
+    bool is_first(float* own, int64_t count, float* confidence) const {
         int64_t end = filled_up(count);
         for (int64_t i = count; i < end; i++) own[i] = -INFINITY;
         float best = largest(own, end);
         Vec sums = {};
         for (int64_t i = 0; i < count; i += LANES)
             sums = fma(exponential(load(own + i) - best), load(stands_for + i), sums);
-        *sure = std::isfinite(best) ? 1 / total(sums) : NAN;
+        *confidence = std::isfinite(best) ? 1 / total(sums) : NAN;
         return own[0] >= best;
     }
 
    public:
     // The memory per thread in int64 words.
-    static int64_t words(const Looking& all) {
+    static int64_t words(const ProbeArgs& all) {
         int64_t most = most_of(all);
         int64_t floats = all.num_layers * (all.hidden + most) + most + all.hidden + pick_floats(most);
         return most + (floats + 1) / 2;
     }
 
-    Looker(const Looking& all, int64_t* own) : all(all), most(most_of(all)), tokens(own) {
+    Probe(const ProbeArgs& all, int64_t* own) : all(all), most(most_of(all)), tokens(own) {
         normed = reinterpret_cast<float*>(own + most), logits = normed + all.num_layers * all.hidden;
         stands_for = logits + all.num_layers * most, row = stands_for + most;
-        room = row + all.hidden;
+        memory = row + all.hidden;
     }
 
-    void look(int64_t n) {
+    void run(int64_t n) {
         tokens[0] = all.judged[n];
         const float* target = all.target + n * all.vocab;
         int64_t num_top = 1 + likeliest(target, all.vocab, tokens[0], all.num_likely, tokens + 1);
@@ -167,16 +167,16 @@ class Looker {
         std::fill_n(stands_for, num_top, 1.f);
         std::fill_n(stands_for + num_top, all.num_others, std::max(unseen, 1.f));
         std::fill(stands_for + count, stands_for + most, 0.f);
-        const How& how = all.how[n];
+        const SamplingParams& params = all.params[n];
         if (all.seen) penalize(n, count);
         for (int64_t k = 0; k < all.num_layers; k++) {
             float* own = logits + k * most;
             int64_t at = k * all.num_positions + n;
-            if (how.temperature > 0) {
-                Picked pick = pick_row({own, count, all.positions[n], tokens}, how, room, true, false);
-                all.hits[at] = pick.best == 0, all.sure[at] = pick.sure;
+            if (params.temperature > 0) {
+                Picked pick = pick_row({own, count, all.positions[n], tokens}, params, memory, true);
+                all.hits[at] = pick.best == 0, all.confidences[at] = pick.confidence;
             } else {
-                all.hits[at] = is_first(own, count, all.sure + at);
+                all.hits[at] = is_first(own, count, all.confidences + at);
             }
         }
     }
@@ -185,12 +185,12 @@ class Looker {
 extern "C" {
 
 // The memory that each thread needs, in int64 words.
-int64_t selfspec_shadow_words(const Looking* all) { return Looker::words(*all); }
+int64_t selfspec_shadow_words(const ProbeArgs* all) { return Probe::words(*all); }
 
-void selfspec_shadow(const Looking* all, int64_t* room, int64_t num_threads) {
+void selfspec_shadow(const ProbeArgs* all, int64_t* memory, int64_t num_threads) {
     Team::run(num_threads, [&] {
-        Looker looker(*all, room + omp_get_thread_num() * Looker::words(*all));
-        Team::share(all->num_positions, [&](int64_t n) { looker.look(n); });
+        Probe probe(*all, memory + omp_get_thread_num() * Probe::words(*all));
+        Team::share(all->num_positions, [&](int64_t n) { probe.run(n); });
     });
 }
 }

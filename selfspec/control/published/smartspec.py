@@ -1,24 +1,20 @@
-"""Draft lengths by goodput (tokens per second of the whole batch) and measured costs: SmartSpec and Synergy."""
+"""SmartSpec (arXiv 2406.14066): the draft length with the most goodput, the tokens per second of the whole batch."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from selfspec.control.costs import Costs
 from selfspec.control.plan import Policy
 from selfspec.core import LOOKUP, Plan, RoundOutput, Sequence
 
-# SmartSpec:
 HANDICAP = 1.1  # factor on the goodput of plain decoding
 INTERVAL = 20  # rounds between decisions
 PROBE = 200  # plain rounds after which drafting is tried again
 WINDOW = 10_000  # drafts over which acceptance is averaged
 START = 0.8  # acceptance rate before any draft was judged
 UNKNOWN = 0.7  # acceptance rate of a row without judged drafts
-# Synergy:
-SCALE, POWER = 0.9, 0.55  # accepted tokens of a draft of s tokens: SCALE * s ** POWER, as fitted in the paper
 
 
 @dataclass(slots=True)
@@ -36,7 +32,7 @@ class _Acceptance:
 
 @dataclass(slots=True)
 class SmartSpec(Policy):
-    """SmartSpec (arXiv 2406.14066), on a fixed exit layer, with measured costs in place of fitted ones.
+    """SmartSpec on a fixed exit layer, with measured costs in place of fitted ones.
 
     Every 20 rounds it increases the length k from 0 until goodput falls; the goodput of k = 0 counts 1.1 times. The
     batch's B k tokens are then distributed by each row's acceptance rate.
@@ -81,11 +77,11 @@ class SmartSpec(Policy):
         """The share of accepted tokens among those judged in the window."""
         return self._all.rate(START)
 
-    def goodput(self, num_draft_tokens: int, num_rows: int, context: float) -> float:
-        """Expected tokens per second of all rows if each drafts `num_draft_tokens`."""
-        tokens = num_rows * sum(self.acceptance**i for i in range(num_draft_tokens + 1))
-        exit_layer = self.exit_layer if num_draft_tokens else None
-        return tokens / max(self.costs.round(exit_layer, (num_draft_tokens,) * num_rows, context), 1e-12)
+    def goodput(self, num_speculative_tokens: int, num_rows: int, context: float) -> float:
+        """Expected tokens per second of all rows if each drafts `num_speculative_tokens`."""
+        tokens = num_rows * sum(self.acceptance**i for i in range(num_speculative_tokens + 1))
+        exit_layer = self.exit_layer if num_speculative_tokens else None
+        return tokens / max(self.costs.round(exit_layer, (num_speculative_tokens,) * num_rows, context), 1e-12)
 
     def _decide(self, rows: list[Sequence]) -> None:
         self._left = INTERVAL
@@ -116,7 +112,7 @@ class SmartSpec(Policy):
 
 @dataclass(slots=True)
 class SmartSpecLookup(SmartSpec):
-    """SmartSpec (arXiv 2406.14066) with prompt lookup as its drafter: goodput includes the share of rows with a match.
+    """SmartSpec with prompt lookup as its drafter: goodput includes the share of rows with a match.
 
     That share is a moving average over the rows and rounds that may draft; it starts at 1.
     """
@@ -133,49 +129,12 @@ class SmartSpecLookup(SmartSpec):
             if lengths[outcome.seq_id]:
                 self._matched += 0.05 * ((outcome.num_drafted > 0) - self._matched)
 
-    def goodput(self, num_draft_tokens: int, num_rows: int, context: float) -> float:
-        """Expected tokens per second of all rows if each row with a match drafts `num_draft_tokens`."""
+    def goodput(self, num_speculative_tokens: int, num_rows: int, context: float) -> float:
+        """Expected tokens per second of all rows if each row with a match drafts `num_speculative_tokens`."""
         plain = self.costs.plain_round(num_rows, context)
-        if not num_draft_tokens:
+        if not num_speculative_tokens:
             return num_rows / max(plain, 1e-12)
-        drafting = self.costs.round(LOOKUP, (num_draft_tokens,) * num_rows, context)
-        kept = num_rows * sum(self.acceptance**i for i in range(num_draft_tokens + 1))
+        drafting = self.costs.round(LOOKUP, (num_speculative_tokens,) * num_rows, context)
+        kept = num_rows * sum(self.acceptance**i for i in range(num_speculative_tokens + 1))
         share = self._matched
         return (share * kept + (1 - share) * num_rows) / max(share * drafting + (1 - share) * plain, 1e-12)
-
-
-@dataclass(slots=True)
-class Synergy(Policy):
-    """The adaptive draft length of arXiv 2310.18813: for each batch size, the one with the fewest seconds per token.
-
-    A round with s drafted tokens per row emits accepted(s) + 1 tokens per row. Length 0 is plain decoding. The policy
-    does not learn during decoding.
-    """
-
-    exit_layer: int
-    costs: Costs
-    most: int = 8
-    accepted: tuple[float, ...] = ()  # measured accepted tokens by draft length 0, 1, 2, ..; empty: the paper's fit
-    _lengths: dict[int, int] = field(default_factory=dict, init=False, repr=False)  # by batch size
-
-    def plan(self, rows: list[Sequence]) -> Plan:
-        length = self.length(len(rows)) if rows else 0
-        lengths = tuple(min(length, row.num_remaining - 1) for row in rows)
-        return Plan(self.exit_layer if any(lengths) else None, lengths)
-
-    def length(self, batch_size: int) -> int:
-        """Draft length per row of a batch of this size."""
-        if batch_size not in self._lengths:
-            most = min(self.most, len(self.accepted) - 1) if self.accepted else self.most
-            self._lengths[batch_size] = min(range(most + 1), key=lambda s: self._seconds_per_token(batch_size, s))
-        return self._lengths[batch_size]
-
-    def table(self, batch_sizes: Iterable[int]) -> dict[int, int]:
-        """Draft length by batch size, for display."""
-        return {batch_size: self.length(batch_size) for batch_size in batch_sizes}
-
-    def _seconds_per_token(self, batch_size: int, num_draft_tokens: int) -> float:
-        s = num_draft_tokens
-        accepted = self.accepted[s] if self.accepted else SCALE * s**POWER
-        seconds = self.costs.round(self.exit_layer if s else None, (s,) * batch_size)
-        return seconds / (batch_size * (accepted + 1))

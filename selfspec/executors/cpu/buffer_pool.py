@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from selfspec.executors.cpu.buffers import Buffers
 
 MAX_BYTES, MAX_BUFFER_BYTES = 1 << 25, 1 << 22  # of all kept buffers together, and of each
 
 
-class Sized(Protocol):
-    """Buffers of a size. Buffers of equal size can replace each other."""
-
-    @property
-    def size(self) -> tuple[int, int, int]: ...
-    @property
-    def num_bytes(self) -> int: ...
-
-
-B = TypeVar("B", bound=Sized)
-
-
-class BufferPool(Generic[B]):
+class BufferPool:
     """Keeps the buffers of a model that are not in use, by size.
 
     Allocating new ones takes as long as a token of a small model. Engines in several threads may share a pool: buffers
@@ -27,16 +18,16 @@ class BufferPool(Generic[B]):
     """
 
     def __init__(self) -> None:
-        self._by_size: dict[tuple[int, int, int], list[B]] = {}
+        self._by_size: dict[tuple[int, int, int], list[Buffers]] = {}
 
-    def take(self, size: tuple[int, int, int]) -> B | None:
+    def take(self, size: tuple[int, int, int]) -> Buffers | None:
         """Remove buffers of this size from the pool and return them; None if there are none."""
         try:
             return self._by_size[size].pop()
         except (KeyError, IndexError):
             return None
 
-    def give_back(self, buffers: B) -> None:
+    def give_back(self, buffers: Buffers) -> None:
         """Keep buffers of at most `MAX_BUFFER_BYTES`. Buffers of the oldest sizes are dropped to stay in the limit."""
         if buffers.num_bytes > MAX_BUFFER_BYTES:
             return

@@ -1,4 +1,4 @@
-"""`DynamicExit`: the exit layer with the most expected tokens per loaded layer, from the shadow picks of all layers."""
+"""DEL (arXiv 2504.05598): the exit layer with the most expected tokens per loaded layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(slots=True)
 class DynamicExit(Policy):
-    """DEL (arXiv 2504.05598): the exit layer by tokens per layer (TPL), the draft length by confidence.
+    """The exit layer by tokens per layer (TPL), the draft length by confidence.
 
     After each round every layer's picks are compared with the target's. For exit layer l with hit rate alpha, a draft
     of d tokens has TPL = (1 + alpha + .. + alpha^d) / (d l + L). The largest TPL chooses the layer only. A draft ends
@@ -74,7 +74,7 @@ class DynamicExit(Policy):
 
     def _choose(self, counts: Floats) -> tuple[int, int, float]:
         """Exit layer, maximum draft length, and the confidence below which a draft ends."""
-        hits, misses, sure, unsure = counts
+        hits, misses, hit_confidence, miss_confidence = counts
         seen = hits + misses
         if not seen.any():
             return 1, 1, 0.0  # a round that collects statistics
@@ -84,7 +84,7 @@ class DynamicExit(Policy):
         at = int(tpl.max(1).argmax())
         if not hits[at] or not misses[at]:
             return at + 1, MOST, 0.0  # the published threshold is NaN, which never stops
-        return at + 1, MOST, float(sure[at] / hits[at] + unsure[at] / misses[at]) / 2
+        return at + 1, MOST, float(hit_confidence[at] / hits[at] + miss_confidence[at] / misses[at]) / 2
 
     def _prune(self, rows: list[Sequence]) -> None:
         """Drop the counts of ended rows. Ids ascend, so prompts still in prefill have larger ids than all rows."""
@@ -105,5 +105,5 @@ def _add(counts: Floats, shadow: ShadowPicks) -> None:
     at = np.array(shadow.layers) - 1
     hits = np.array(shadow.hits, dtype=bool)
     confidences = np.nan_to_num(np.array(shadow.confidences, dtype=float))
-    num_hits, sure = hits.sum(1), (confidences * hits).sum(1)
-    counts[:, at] += np.stack([num_hits, hits.shape[1] - num_hits, sure, confidences.sum(1) - sure])
+    num_hits, hit_confidence = hits.sum(1), (confidences * hits).sum(1)
+    counts[:, at] += np.stack([num_hits, hits.shape[1] - num_hits, hit_confidence, confidences.sum(1) - hit_confidence])

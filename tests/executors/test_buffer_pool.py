@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from selfspec.executors.cpu.spare import MAX_BUFFER_BYTES, MAX_BYTES, BufferPool
+from selfspec.executors.cpu.buffer_pool import MAX_BUFFER_BYTES, MAX_BYTES, BufferPool
 
 
 def buffers(size, num_bytes=MAX_BUFFER_BYTES):

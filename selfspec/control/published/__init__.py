@@ -1,0 +1,1 @@
+"""Published policies, one a file. `selfspec.control.registry` names them."""
