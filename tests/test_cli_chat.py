@@ -6,7 +6,7 @@ import os
 import re
 import select
 import signal
-from time import monotonic, sleep
+from time import sleep
 
 import pytest
 
@@ -50,7 +50,7 @@ def test_every_line_is_a_turn_of_one_conversation(chat, replies):
     assert done == (0, replies("hello", "and you?", "ok", max_new_tokens=9), "")
 
 
-@pytest.mark.parametrize("policy", ["plain", "fixed", "adaptive"])
+@pytest.mark.parametrize("policy", ["plain", "adaptive"])
 def test_sampling_and_drafting_are_those_of_generate(chat, replies, policy):
     options = ("--max-tokens", 8, "--temperature", 0.9, "--seed", 4, "--system", "be kind", "--policy", policy)
     done = chat("one", "two", options=options)
@@ -138,16 +138,18 @@ def test_an_interrupt_stops_a_reply_and_keeps_what_was_said(chat, chat_folder, r
     assert second == wanted.text + "\n"
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_process_stops_the_reply_alone(tmp_path):
-    save_model(tmp_path, template=TEMPLATE, max_position_embeddings=30_000)
-    call = ("chat", "--model", tmp_path, "--max-tokens", 25_000, "--policy", "plain", "--quiet")
+    """The reply is longer than what a pipe holds, so that it cannot end before it is interrupted."""
+    save_model(tmp_path, template=TEMPLATE, max_position_embeddings=100_000)
+    call = ("chat", "--model", tmp_path, "--max-tokens", 90_000, "--policy", "plain", "--quiet")
     with start(*call) as process:
         process.stdin.write(b"hello\n")
         process.stdin.flush()
         assert process.stdout.read(1)
         process.send_signal(signal.SIGINT)
-        out, said = process.communicate(b"/reset\n/exit\n", timeout=60)
-        assert (process.returncode, said) == (0, b"") and out.endswith(b"\n") and len(out) < 25_000
+        out, said = process.communicate(b"/reset\n/exit\n")
+        assert (process.returncode, said) == (0, b"") and out.endswith(b"\n") and len(out) < 90_000
 
 
 @pytest.mark.slow
@@ -164,9 +166,8 @@ def test_at_a_real_terminal_ctrl_c_ends_an_empty_prompt_only(chat_folder):
 
 def _at_a_terminal(process, ours):
     def until(text):
-        seen, end = b"", monotonic() + 60
+        seen = b""
         while text not in seen:
-            assert monotonic() < end, seen
             if select.select([ours], [], [], 1)[0]:
                 seen += os.read(ours, 4096)
         return seen
@@ -183,6 +184,6 @@ def _at_a_terminal(process, ours):
         assert process.poll() is None
         sleep(0.5)  # an interrupt that comes before Python waits for keys is not seen
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 0
+        assert process.wait() == 0
     finally:
         process.kill()

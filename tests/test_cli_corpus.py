@@ -84,38 +84,9 @@ def test_a_long_wait_is_told_and_on_a_terminal_taken_back(run, tmp_path, monkeyp
     assert said.rstrip().endswith(("\x1b[2K", "\x1b[?25h")), "the line is taken back"
 
 
-def test_commands_and_options_may_be_called_as_before_until_0_3(run, tmp_path):
-    file = tmp_path / "a.store"
-    assert run("datastore", "build", "demo", CODE, "-o", file).code == 0
-    assert run("datastore", "info", file) == run("corpus", "info", file)
-    call = ("generate", "def", "--max-tokens", 8, "--json")
-    by_name = [json.loads(run(*call, name, file).out)["tokens"] for name in ("--datastore", "--corpus")]
-    assert by_name[0] == by_name[1]
-    assert_refused(run(*call, "--datastore", tmp_path / "none"), 2, "--corpus", "is no file")
-    assert " datastore " not in run("--help").out
-
-
 def test_quiet_and_json_are_for_programs(run, tmp_path):
     done = run("corpus", "build", "demo", CODE, "-o", tmp_path / "a.store", "--quiet", "--json")
     assert done.err == "" and json.loads(done.out)["num_documents"] == 1
-
-
-@pytest.mark.slow
-def test_drafts_from_a_corpus_change_no_text(run, tmp_path):
-    file, prompt = tmp_path / "code.store", CODE.read_text("utf-8")[:150]
-    assert run("corpus", "build", "demo", CODE, "-o", file, "-q").code == 0
-    call = ("generate", prompt, "--max-tokens", 24)
-    plain = run(*call, "--policy", "plain")
-    for options in ((), ("--drafters", "lookup,tree"), ("--policy", "adaptive", "--exit-layer", 2), ("--compare",)):
-        done = run(*call, "--corpus", file, "--show-plan", *options)
-        assert (done.code, done.out) == (0, plain.out)
-        assert "round    1  " in done.err
-    lines = tmp_path / "prompts.jsonl"
-    lines.write_text("".join(json.dumps({"prompt": prompt[:n]}) + "\n" for n in (50, 150)), "utf-8")
-    one, other = (run("generate", "--prompts", lines, *more) for more in (("--policy", "plain"), ("--corpus", file)))
-    assert [json.loads(line)["tokens"] for line in one.out.splitlines()] == [
-        json.loads(line)["tokens"] for line in other.out.splitlines()
-    ]
 
 
 # ------------------------------------------------------------------------------------------------------------ errors

@@ -39,10 +39,6 @@ copy_of, run = cli_fixtures.copy_of, cli_fixtures.run
         (["--drafters", ""], ["--drafters", "exit,copies,lookup,tree"]),
         (["--drafters", "tree"], ["--drafters", "only says how others draft", "exit or lookup"]),
         (["--drafters", "copies,tree"], ["--drafters copies,tree", "exit or lookup"]),
-        (
-            ["--drafters", "exit,recycle,cascade"],
-            ["--drafters", "exit,copies,lookup,tree", "(removed: recycle, cascade)"],
-        ),
         (["--drafters", "lookup", "--policy", "pld"], ["--drafters", "adaptive", "pld"]),
         (["--drafters", "lookup", "--exit-layer", "2"], ["--drafters", "adaptive", "fixed"]),
         (["--corpus", "no.store"], ["--corpus", "no.store is no file", "selfspec corpus build"]),
@@ -213,13 +209,6 @@ def test_an_unknown_architecture_is_refused(refuse, copy_of, kind, words):
     config = json.loads((copy_of / "config.json").read_text(encoding="utf-8"))
     (copy_of / "config.json").write_text(json.dumps(config | {"model_type": kind}), encoding="utf-8")
     refuse(copy_of, *words)
-
-
-def test_an_unsupported_family_is_refused(refuse, tmp_path):
-    from transformers import MambaConfig, MambaForCausalLM
-
-    MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2)).save_pretrained(tmp_path)
-    refuse(tmp_path, "mamba", "rolled back", commands=["generate"])
 
 
 def test_exit_heads_that_are_missing_broken_or_of_another_model_are_named(run, model_folder, tmp_path):

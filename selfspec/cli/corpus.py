@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 def build(
     *,
     model: ModelArgument,
-    files: Annotated[list[Path], Argument(metavar="CORPUS...", help="Text or JSON-lines files, UTF-8.", exists=True, dir_okay=False)],
+    files: Annotated[
+        list[Path], Argument(metavar="CORPUS...", help="Text or JSON-lines files, UTF-8.", exists=True, dir_okay=False)
+    ],
     output: Annotated[Path, Option("--output", "-o", help="The index.", metavar="FILE", dir_okay=False)],
     field: Annotated[str, Option(help="Where a line of a JSON-lines file (.jsonl, .ndjson) has its text.")] = "text",
     as_json: Json = False,

@@ -1,4 +1,4 @@
-"""`selfspec generate`: text to stdout, messages to stderr, and nothing written before everything is known to be right."""
+"""`selfspec generate`: text to stdout, messages to stderr. Wrong input is refused before anything is written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from selfspec import core
 from selfspec.cli import show
 from selfspec.cli.drafts import Piece, PieceCutter, legend, paint, picture
 from selfspec.cli.failure import RUN, Failure
-from selfspec.cli.options import IgnoreGenerationConfig, Learn, ModelOption, ModelOptions, System, as_sentences
+from selfspec.cli.options import IgnoreGenerationConfig, Learn, ModelOption, ModelOptions, Quiet, System, as_sentences
 from selfspec.cli.prompts import Prompt, has_template, read_prompts, tokenize
 from selfspec.cli.session import Run, opened
 from selfspec.cli.status import StatusConsole, make_console
@@ -44,7 +44,6 @@ class OutputOptions:
         stats: acceptance and time, as a table.
         json: one JSON document instead of text.
         svg: also save the coloured run as a picture.
-        quiet: nothing on stderr but errors.
     """
 
     prompts: str | None = None
@@ -55,18 +54,17 @@ class OutputOptions:
     stats: bool = False
     json: bool = False
     svg: Path | None = None
-    quiet: bool = False
 
-    def check(self, prompt: str | None, sampling: SamplingParams, speculative: SpeculativeConfig) -> None:
+    def check(self, prompt: str | None, sampling: SamplingParams, policy: object, quiet: bool) -> None:
         """Refuse what goes without each other, whatever the model."""
         for name, is_given in (("--prompts", self.prompts is not None), ("--n", sampling.n > 1)):
             others = (("--show-drafts", self.show_drafts), ("--svg", self.svg))
             for other, value in (*others, ("PROMPT", prompt if name == "--prompts" else None)):
                 if is_given and value:
                     raise Failure(f"{name} goes without {other}; leave one of them out")
-        if self.compare and speculative.policy == "plain":
+        if self.compare and policy == "plain":
             raise Failure("--compare measures a policy that drafts against plain decoding, got --policy plain")
-        if self.show_plan and self.quiet:
+        if self.show_plan and quiet:
             raise Failure("--show-plan writes to stderr, which --quiet keeps empty; leave one of them out")
         if sampling.logprobs is not None and not (self.json or self.prompts is not None or sampling.n > 1):
             raise Failure("--logprobs are written in JSON; add --json")
@@ -89,16 +87,17 @@ def generate(
     system: System = None,
     chat: Annotated[bool | None, Option(help="Use the chat template. Default: if there is one.")] = None,
     output: OutputOptions,
+    quiet: Quiet = False,
 ) -> None:
     """Continue one prompt, or a file of them."""
-    output.check(prompt, sampling, speculative)
+    output.check(prompt, sampling, speculative.policy, quiet)
     if chat is False and system is not None:
         raise Failure("--system needs the chat template that --no-chat turns off; leave one of them out")
     prompts = read_prompts(prompt, output.prompts)
     if ignore_generation_config:
         sampling = replace(sampling, generation_config=False)
     with (
-        StatusConsole(output.quiet) as status,
+        StatusConsole(quiet) as status,
         opened(model, options, speculative, status, learn=learn, max_num_seqs=MAX_NUM_SEQS) as llm,
     ):
         is_chat = has_template(llm, model) and chat is not False
@@ -176,7 +175,7 @@ class _Text:
         self._is_coloured = output.show_drafts and not output.json and self._out.color_system is not None
         self._cutter: PieceCutter | None = None
         self._pieces = [Piece(prompt if len(prompt) <= PROMPT_SHOWN else "…" + prompt[-PROMPT_SHOWN:], "prompt")]
-        self._num_written = 0 if sys.stdout.isatty() and self._is_coloured and not output.quiet else 1
+        self._num_written = 0 if sys.stdout.isatty() and self._is_coloured and not status.console.quiet else 1
         drafts_nothing = llm.target.policy_name(llm.speculative) == "plain"
         self._legend = None if drafts_nothing else legend(llm.target.stack.num_layers)
 
@@ -268,7 +267,9 @@ def _document(sequence: core.Sequence) -> dict[str, Any]:
         "seed": params.seed,
         "stats": sequence.stats.as_dict(),
     }
-    return document if params.logprobs is None else document | {"logprobs": [one._asdict() for one in sequence.logprobs]}
+    return (
+        document if params.logprobs is None else document | {"logprobs": [one._asdict() for one in sequence.logprobs]}
+    )
 
 
 def _write_json(document: dict[str, Any]) -> None:

@@ -64,14 +64,27 @@ TYPES: dict[str, Any] = {  # of fields whose annotation typer cannot read
 }
 DETAILS: dict[str, dict[str, Any]] = {
     "api_key": {"envvar": ENV_API_KEY},
-    "corpus": {"exists": True, "dir_okay": False, "metavar": "FILE"},
+    "corpus": {
+        "exists": True,
+        "dir_okay": False,
+        "metavar": "FILE",
+        "help": "Look drafts up in a corpus, too: a file that 'selfspec corpus build' wrote.",
+    },
     "drafters": {"metavar": "exit,lookup,..."},
-    "policy": {"help": "How drafts are made; no policy changes the text. Default: adaptive, or fixed where one of the "
-               "next two is given."},
+    "max_tokens": {"help": "Most new tokens. Default: the model's own, else 128; chat: 1024."},
+    "policy": {
+        "help": "How drafts are made; no policy changes the text. Default: adaptive, or fixed where one of the next "
+        "two is given."
+    },
+    "reuse_responses": {
+        "help": "Look drafts up in responses that this run finished before, too. The text stays the same; the speed of "
+        "a request may tell that a similar one came before it."
+    },
     "stop": {"metavar": "TEXT"},
     "stop_token_ids": {"metavar": "ID,ID,..."},
+    "temperature": {"help": "0 is greedy. Default: 0, or the model's own if its generation config samples."},
     "threads": {"min": 1, "max": 1024},
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +95,7 @@ class ModelOptions:
         adapter: a folder with a PEFT adapter for the model.
         exit_heads: a folder with exit heads, which change drafts only, or none; default: those in the model's folder.
         dtype: default: float32 on CPU, the checkpoint's own elsewhere.
-        device: cpu, cuda or cuda:N; default: cuda if there is one.
+        device: default: cuda if there is one; else cpu. One of several is cuda:N.
         quantize: round the layers' weights (needs torchao), which makes it another model.
         backend: what runs the layers: the model's own modules (views), or C++ for this machine (compiled); auto:
             compiled where it serves the model.
@@ -146,7 +159,7 @@ def _helps(kind: type) -> dict[str, str]:
     """The entries of a docstring's `Args`."""
     block = inspect.cleandoc(kind.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0]
     entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", block, re.MULTILINE)
-    return {name: text[0].upper() + " ".join(text[1:].split()) for name, text in entries}
+    return {name: text[0].upper() + " ".join(text.split())[1:] for name, text in entries}
 
 
 def _value(name: str, given: Any) -> Any:

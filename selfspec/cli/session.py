@@ -1,4 +1,4 @@
-"""`opened`: the `LLM` that a command's options ask for; what it learned is saved in the end. `Run`: what a call gave."""
+"""`opened`: the `LLM` that a command's options ask for; in the end what it learned is saved. `Run`: what it gave."""
 
 from __future__ import annotations
 

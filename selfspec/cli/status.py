@@ -72,6 +72,8 @@ class StatusConsole(logging.Handler):
         elif record.levelno >= logging.WARNING and line not in self._warned:
             self._warned.add(line)
             self.say(f"selfspec: {line}", "")
+        elif record.name == "selfspec.serving" and record.levelno == logging.INFO:  # prompts, where they are logged
+            self.say(line)
 
     def say(self, line: Any, style: str = "dim") -> None:
         """A line."""
@@ -85,7 +87,6 @@ class StatusConsole(logging.Handler):
         live = Live(self._line(task), console=self.console, auto_refresh=False, transient=True, redirect_stdout=False)
         with live:
             self._live = live
-            live.refresh()
             try:
                 yield
             finally:
