@@ -19,7 +19,6 @@ from selfspec.cli.generate import _Text
 from selfspec.cli.options import ModelOptions
 from selfspec.control.registry import POLICIES
 from selfspec.loading.target import Target
-from selfspec.model.exact import ExactStack
 from selfspec.model.exit_heads import ExitHeads
 from tests import cli_fixtures
 from tests.cli_fixtures import Terminal, assert_refused
@@ -478,12 +477,13 @@ def test_a_backend_that_does_not_serve_the_model_is_one_sentence(generate):
     assert_refused(generate("hello", "--backend", "turbo"), 2, "turbo", "views")
 
 
-def test_exact_mode_is_used_where_it_is_asked_for(generate, monkeypatch):
-    calls, run = [], ExactStack.run
-    monkeypatch.setattr(ExactStack, "run", lambda self, *given, **more: calls.append(1) or run(self, *given, **more))
-    start = ("--dtype", "bfloat16", "--json", "--max-tokens", 24, "--exact", "--backend", "views", "hello there")
-    plain, fixed = (json.loads(generate(*start, "--policy", name).out) for name in ("plain", "fixed"))
-    assert calls and plain["tokens"] == fixed["tokens"]
+def test_options_of_the_model_reach_it(generate, monkeypatch):
+    given, init = {}, LLM.__init__
+    monkeypatch.setattr(LLM, "__init__", lambda self, *model, **own: given.update(own) or init(self, *model, **own))
+    wanted = {"dtype": "bfloat16", "device": "cpu", "exit_heads": "none", "backend": "compiled"}
+    options = [part for name, value in wanted.items() for part in ("--" + name.replace("_", "-"), value)]
+    assert generate("abc", "--max-tokens", 2, "--exact", *options).code == 0
+    assert {name: given[name] for name in wanted} == wanted and given["exact"] is True
 
 
 def test_the_demo_is_the_default_and_can_be_inspected(run):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from typer import Option
 
@@ -50,13 +50,13 @@ def batch(
             from selfspec.serving.batch import UNLIMITED
             from selfspec.serving.batch_files import read_lines
 
-        size = config.max_num_seqs or MAX_NUM_SEQS
+        size, unlimited = config.max_num_seqs or MAX_NUM_SEQS, cast(dict[str, Any], UNLIMITED)
         config = ServerConfig(
             model=served_model_name or model,
             max_num_seqs=size,
             max_num_cached_tokens=config.max_num_cached_tokens,
             max_body_bytes=1 << 40,
-            **UNLIMITED,
+            **unlimited,
         )
         make_llm = partial(open_llm, model, options, speculative, max_num_seqs=size)
         is_parquet = output.suffix == PARQUET
