@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from selfspec import LLM
-from selfspec.calibrate import profile
 from selfspec.calibrate import measure as measure_module
+from selfspec.calibrate import profile
 from selfspec.cli import calibrate as command
 from selfspec.cli import status
 from selfspec.cli.status import StatusConsole

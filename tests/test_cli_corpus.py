@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from selfspec.control.plan import CORPUS
-from selfspec.core import Draft
 from selfspec.drafting import documents as corpus
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.datastore_build import build
@@ -39,8 +37,7 @@ def test_a_corpus_of_code_is_built_told_about_and_drafted_from(run, tmp_path, to
     told = json.loads(run("corpus", "info", file, "--verify", "--json").out)
     assert told["verified"] and told["tokenizer"] == vocabulary_of(tokenizer) and told["num_documents"] == 3
     assert told["num_bytes"] == file.stat().st_size
-    store = Datastore.open(file, tokenizer)
-    assert store.draft(whole[:200], 8) == Draft(whole[200:208], 16, CORPUS)
+    assert Datastore.open(file, tokenizer).find(whole[:200]).length == 16
     assert set(tmp_path.iterdir()) == {lines, file}
 
 
