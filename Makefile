@@ -45,7 +45,7 @@ test-fast: $(STAMP)
 test-slow: $(STAMP) $(RAY)  ## the tests that take patience: more examples, fresh random seeds, whole trainings
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(VENV)/bin/python -m pytest -m "slow and not gpu" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
-gpu: $(STAMP)  ## the tests that need a CUDA device, in processes of their own
+gpu: $(STAMP)  ## the tests that need a CUDA device
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
 lint: lint-text types  ## ruff (rules and format) and mypy

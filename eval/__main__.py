@@ -2,14 +2,13 @@
 
 run      decode a question file with several methods, one question at a time, and write a folder with a report
 report   write a run folder's report again, or print one of Spec-Bench answer files
-compare  compare two run folders; exit code 1 on a loss, for CI
 quality  scores of lm-evaluation-harness tasks, decoded by selfspec
 replay   every policy on recorded outputs, without the model, compared with bounds
 live     adaptive, fixed settings and plain decoding by batch size
 serve    policies under load: requests that arrive at a server, or at one in virtual time
 gpu      kernels, launches and tokens per second of a GPU
 
-Tables go to standard output, progress to standard error. Exit codes: 0; 1 (a run failed or a figure got worse);
+Tables go to standard output, progress to standard error. Exit codes: 0; 1 (a run failed);
 2 (invalid input, explained in one sentence); 130 (Ctrl-C).
 """
 
@@ -25,7 +24,6 @@ from selfspec.errors import UnsupportedModelError
 COMMANDS = {  # the module of each command; its `main` takes the other arguments and returns the exit code
     "run": "eval.run",
     "report": "eval.report",
-    "compare": "eval.comparison",
     "quality": "eval.quality",
     "replay": "eval.policies",
     "live": "eval.live",

@@ -10,7 +10,7 @@ from itertools import pairwise
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from selfspec.decoding.stats import SpecStats
+from selfspec.decoding.outputs import SpecStats
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 Row = dict[str, Any]
@@ -33,7 +33,6 @@ class Turn:
 
     tokens: list[int]  # with the end-of-text token, if there is one
     seconds: float  # of the whole call, prefill included
-    text: str | None = None  # None: decoded from the tokens
     accept_lengths: list[int] | None = None  # tokens per step, with the target's own
     step_seconds: list[float] | None = None  # per step; the first is the time to first token
     prefill_seconds: float | None = None
@@ -41,14 +40,13 @@ class Turn:
     layer_passes: int | None = None  # layers run one after another, without prefill
     stats: SpecStats | None = None
     rounds: list[dict[str, Any]] = field(default_factory=list)
-    asked_seconds: float | None = None  # by the harness's clock, where `seconds` are the method's own
 
 
 class Failure(Exception):
     """A question that a method could not answer.
 
     Args:
-        kind: "too_long" (the context is full), "timeout", "crash" (its process ended) or "error".
+        kind: "too_long" (the context is full), "timeout" or "error".
         sentence: the reason.
         seconds: time that the method spent on the question.
     """
@@ -131,14 +129,12 @@ def choice_of(turns: Sequence[Turn], texts: Sequence[str], text_tokens: Sequence
         "wall_time": [turn.seconds for turn in turns],
         "accept_lengths": [n for turn in turns for n in turn.accept_lengths or ()],
         "tokens": [turn.tokens for turn in turns],
-        "is_text": [turn.text is not None for turn in turns],
         "text_tokens": list(text_tokens),
         "step_seconds": [[round(s, 7) for s in turn.step_seconds or ()] for turn in turns],
         "prefill_seconds": [turn.prefill_seconds for turn in turns],
         "stage_seconds": {name: sum(each[name] for each in stages) for name in stages[0]} if stages else None,
         "layer_passes": sum(passes) if len(passes) == len(turns) else None,
         "stats": _stats_record(sum(stats, SpecStats())) if stats else None,
-        "asked_seconds": [turn.asked_seconds for turn in turns],
     }
 
 
@@ -206,11 +202,3 @@ def groups(items: Sequence[Item]) -> dict[str, list[Item]]:
     if merged and len(merged) < len(items):
         found["mt_bench"] = merged
     return {**found, "overall": list(items)}
-
-
-def harness_clock_seconds(answer: Row) -> float:
-    """Seconds of an answer by the harness's clock."""
-    choice = answer["choices"][0]
-    round_trips = choice.get("asked_seconds") or [None] * len(choice["wall_time"])
-    pairs = zip(choice["wall_time"], round_trips, strict=True)
-    return float(sum(wall if round_trip is None else round_trip for wall, round_trip in pairs))

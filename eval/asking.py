@@ -11,7 +11,7 @@ from functools import lru_cache
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from eval.answers import Failure, Method, Prompt, Row, Turn, choice_of, harness_clock_seconds
+from eval.answers import Failure, Method, Prompt, Row, Turn, choice_of
 from eval.measurement import no_garbage_collection, rotated
 from eval.questions import Question, encoded, prompt_ids, prompt_text
 from eval.records import RunFolder
@@ -97,7 +97,7 @@ def _ask(method: Method, question: Question, shared: Shared, index: int) -> tupl
             prompt = prompt_of(question, number, done.texts, shared, index)
             start = perf_counter()
             turn = method(prompt)
-            text = decoded(shared.tokenizer, tuple(turn.tokens)) if turn.text is None else turn.text
+            text = decoded(shared.tokenizer, tuple(turn.tokens))
             num_tokens = len(encoded(shared.tokenizer, text))
         except Failure as failure:
             return done, failure, method_seconds + failure.seconds
@@ -105,7 +105,7 @@ def _ask(method: Method, question: Question, shared: Shared, index: int) -> tupl
             sentence = " ".join(f"{type(problem).__name__}: {problem}".split())
             took = perf_counter() - start
             return done, Failure("error", sentence, took), method_seconds + took
-        method_seconds += turn.seconds if turn.asked_seconds is None else turn.asked_seconds
+        method_seconds += turn.seconds
         done.turns.append(turn)
         done.texts.append(text)
         done.text_tokens.append(num_tokens)
@@ -180,7 +180,7 @@ class Progress:
             self.say(f"{method}, question {row['question_id']}: {row['kind']}: {row['sentence']}")
         else:
             self.tokens[method] += sum(row["choices"][0]["new_tokens"])
-            self.seconds[method] += harness_clock_seconds(row)
+            self.seconds[method] += sum(row["choices"][0]["wall_time"])
         now = perf_counter()
         if now - self.last >= REPORT_SECONDS or self.num_done == self.num_calls:
             self.last = now

@@ -7,16 +7,17 @@ the outcome of every draft and may use any drafter in any round.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eval.traces import Bools, Trace
 from selfspec.control.costs import CONTEXT, Costs
-from selfspec.control.plan import DRAFTS, LOOKUP
 from selfspec.control.round_costs import deepest_copy
-from selfspec.drafting.prompt_lookup import Lookup, num_right
+from selfspec.core import DRAFTERS, LOOKUP
+from selfspec.drafting.lookup import TextLookup
+from selfspec.kernels.pick import num_accepted
 
 THRESHOLDS = (0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)  # minimum confidences of static settings
 MAX_DRAFTED = 18  # longest draft of a static setting
@@ -42,14 +43,8 @@ class CostGrid:
         self.by_lookup = np.array([costs.round(LOOKUP, [d]) for d in range(longest + 1)])
         self.num_copied = deepest_copy(layers) if costs.copies is not None else 0
         self.drafters = [(e, False) for e in range(1, layers)] + [(e, True) for e in range(1, self.num_copied + 1)]
-        self.rounds, self.with_second = (
-            np.array(
-                [
-                    [costs.round(e, [d], CONTEXT, second, copies=copies) for d in range(longest + 1)]
-                    for e, copies in self.drafters
-                ]
-            )
-            for second in ([], [1])
+        self.rounds = np.array(
+            [[costs.round(e, [d], CONTEXT, copies=copies) for d in range(longest + 1)] for e, copies in self.drafters]
         )
         # Seconds of a layer per cached token: for the first token of a pass, and for each additional one.
         one = costs.reading(1, CONTEXT + 1)
@@ -63,7 +58,6 @@ class CostGrid:
                 for e, copies in self.drafters
             ]
         )
-        self.second_slope = layers * additional  # in the last draft pass and in the verification
         self.round_lists = list(zip(self.rounds.tolist(), self.slopes.tolist(), strict=True))  # lists are faster
 
     def plain_at(self, context: float) -> float:
@@ -74,17 +68,16 @@ class CostGrid:
         """`[longest + 1]`: seconds of rounds that draft by lookup."""
         return self.by_lookup + self.lookup_slope * max(0.0, context - CONTEXT)
 
-    def at(self, context: float, second: bool = False) -> Seconds:
-        """`[drafters, longest + 1]`: seconds of rounds, `second`: with one second choice."""
-        beyond, rounds = max(0.0, context - CONTEXT), self.with_second if second else self.rounds
-        return rounds + (self.slopes + (self.second_slope if second else 0.0)) * beyond
+    def at(self, context: float) -> Seconds:
+        """`[drafters, longest + 1]`: seconds of rounds."""
+        return self.rounds + self.slopes * max(0.0, context - CONTEXT)
 
 
 class Static(NamedTuple):
     """One setting for all rounds, and its seconds over all traces; exit_layer None is plain decoding."""
 
     exit_layer: int | None
-    num_draft_tokens: int
+    num_speculative_tokens: int
     min_confidence: float
     seconds: float
     copies: bool = False  # 4-bit copies of the layers draft
@@ -171,19 +164,18 @@ def _walk(trace: Trace, costs: CostGrid, drafter: int, limit: int, accepted: lis
     return seconds
 
 
-def clairvoyant(trace: Trace, costs: CostGrid, drafts: Sequence[str] = DRAFTS) -> float:
+def clairvoyant(trace: Trace, costs: CostGrid, drafters: Sequence[str] = DRAFTERS) -> float:
     """Seconds of the fastest schedule that knows the outcome of every draft, by dynamic programming.
 
-    A round is plain, or drafts only tokens that will be accepted, by any drafter in `drafts`. A draft of one wrong
-    token, alone or with the right second choice, is allowed too: a cost table may make it cheaper than a plain round,
-    and static settings use it.
+    A round is plain, or drafts only tokens that will be accepted, by any of `drafters`. A draft of one wrong token is
+    allowed too: a cost table may make it cheaper than a plain round, and static settings use it.
     """
     n, longest_draft = len(trace.tokens), costs.rounds.shape[1] - 1
     accepted = runs(trace.hits)
     copied = trace.copied_right if len(trace.copied) else accepted
     accepted = np.minimum(np.concatenate((accepted, copied[: costs.num_copied])), longest_draft)  # [drafters, n]
-    accepted = accepted if "exit" in drafts else accepted[:0]
-    found = _by_lookup(trace, longest_draft) if "lookup" in drafts else np.full(n, -1)
+    accepted = accepted if "exit" in drafters else accepted[:0]
+    found = _by_lookup(trace, longest_draft) if "lookup" in drafters else np.full(n, -1)
     rest = np.zeros(n + longest_draft + 2)  # seconds from each position to the end
     lengths = np.arange(longest_draft + 1)
     for i in range(n - 1, -1, -1):
@@ -197,8 +189,6 @@ def clairvoyant(trace: Trace, costs: CostGrid, drafts: Sequence[str] = DRAFTS) -
             options = np.where(lengths <= longest[:, None], of_round + rest[i + 1 : i + longest_draft + 2], np.inf)
             wrong = of_round[longest == 0, 1] + rest[i + 1]
             best = min(best, options[:, 1:].min(initial=np.inf), wrong.min(initial=np.inf))
-            if "tree" in drafts:
-                best = min(best, _with_second(trace, costs, accepted[:, i], i, rest))
         rest[i] = best
     return float(rest[0])
 
@@ -206,20 +196,9 @@ def clairvoyant(trace: Trace, costs: CostGrid, drafts: Sequence[str] = DRAFTS) -
 def _by_lookup(trace: Trace, longest: int) -> Ints:
     """The number of accepted tokens of a lookup draft of `longest` tokens at each position; -1: there is no match."""
     content = list(trace.prompt)
-    lookup, out = Lookup(content), np.empty(len(trace.tokens), np.int64)
+    lookup, out = TextLookup(content), np.empty(len(trace.tokens), np.int64)
     for i, token in enumerate(trace.tokens):
         guess = lookup.draft(longest)
-        out[i] = num_right(guess.tokens, trace.tokens[i:]) if guess.match else -1
+        out[i] = num_accepted(guess.token_ids, trace.tokens[i:]) if guess.match_length else -1
         content.append(token)
     return out
-
-
-def _with_second(trace: Trace, costs: CostGrid, accepted: Ints, i: int, rest: Any) -> float:
-    """Seconds from position i if the first round drafts up to a wrong token, with the right second choice."""
-    n, longest, exits = len(trace.tokens), costs.rounds.shape[1] - 1, trace.num_layers - 1
-    drafters = np.flatnonzero((accepted + 1 <= longest) & (i + accepted + 3 <= n))
-    drafters = drafters[trace.seconds[drafters % exits, i + accepted[drafters]]]
-    if not len(drafters):
-        return float("inf")
-    right = accepted[drafters]
-    return float((costs.at(trace.prompt_length + i, second=True)[drafters, right + 1] + rest[i + right + 2]).min())

@@ -18,9 +18,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from eval.answers import Failure, Method, Prompt, Skipped, Steps, Turn
 from eval.methods import LLAMA_CPP, MethodName, check_exit_layer
-from eval.models import Endless, FirstRoundAlone, gguf_file, open_peer, rounds
-from selfspec.control.rows import StageSeconds
-from selfspec.decoding.results import Round
+from eval.models import gguf_file, open_peer, params_of, with_policy
+from selfspec import LLM
+from selfspec.core import RoundOutput, StageSeconds
 
 STAGES = tuple(key.name for key in dataclasses.fields(StageSeconds) if not key.name.startswith("_"))
 
@@ -28,8 +28,11 @@ STAGES = tuple(key.name for key in dataclasses.fields(StageSeconds) if not key.n
 class Ours(Method):
     """A policy of selfspec. What it learns is kept from one question to the next, as between calls of the library.
 
+    Tokens are streamed, so that the time to the first one is known.
+
     Args:
-        target: its `eos_token_ids` end the output; its acceptance statistics start empty.
+        llm: the opened model; acceptance statistics start empty.
+        eos: tokens that end the output; empty: only the length does.
         limit: seconds per prompt, checked after every program of rounds.
         keep_rounds: also return the counts of every round.
         reuse_responses: draft from the answers to earlier questions, too.
@@ -37,54 +40,59 @@ class Ours(Method):
 
     def __init__(
         self,
-        target: Endless,
+        llm: LLM,
         method: MethodName,
+        eos: frozenset[int],
         temperature: float,
         limit: float,
         keep_rounds: bool = False,
         reuse_responses: bool = False,
     ) -> None:
-        settings, self.num_layers = method.settings, target.stack.num_layers
+        settings, self.num_layers = method.settings, llm.target.stack.num_layers
         check_exit_layer(method, settings.get("exit_layer"), self.num_layers)
-        self.name, self.target, self.limit = method.name, target, limit
-        self.temperature, self.keep_rounds, self.reuse_responses = temperature, keep_rounds, reuse_responses
-        self.policy = FirstRoundAlone(target, **settings)
+        self.name, self.eos, self.limit = method.name, eos, limit
+        self.temperature, self.keep_rounds = temperature, keep_rounds
+        self.llm = with_policy(llm, reuse_responses=reuse_responses, **settings)
+        self.llm.target.prior = None  # figures must not depend on earlier runs
 
     def forget(self) -> None:
-        self.target.responses.clear()
+        self.llm.target.responses.clear()
 
     def __call__(self, prompt: Prompt) -> Turn:
-        steps, done, policy = Steps(self.limit), list[Round](), self.policy.begin([prompt.ids])
-        options: dict[str, Any] = {"policy": policy, "temperature": self.temperature, "seeds": prompt.seed}
-        options["reuse_responses"] = self.reuse_responses
-        for round_ in rounds(self.target, [prompt.ids], prompt.max_new_tokens, **options):
+        params = params_of(prompt.max_new_tokens, self.temperature, prompt.seed, self.eos)
+        steps, done, tokens = Steps(self.limit), list[RoundOutput](), list[int]()
+
+        def on_round(round_: RoundOutput) -> None:
             done.append(round_)
             if round_.rows:
-                steps.add(len(round_.rows[0].tokens))
+                steps.add(len(round_.rows[0].token_ids))
+
+        for output in self.llm.stream([prompt.ids], params, on_round=on_round):
+            (new,) = output.outputs
+            tokens += new.token_ids
         seconds = perf_counter() - steps.start
-        (completion,) = (row.completion for round_ in done for row in round_.rows if row.completion is not None)
         stages = {stage: sum(getattr(round_.seconds, stage) for round_ in done) for stage in STAGES}
         return Turn(
-            completion.tokens,
+            tokens,
             seconds,
             accept_lengths=steps.sizes,
             step_seconds=split_by_round(steps.seconds, [round_ for round_ in done if round_.rows]),
             prefill_seconds=stages["prefill"],
             stage_seconds=stages,
             layer_passes=sum(layer_passes(round_, self.num_layers) for round_ in done),
-            stats=completion.stats,
+            stats=new.stats,
             rounds=[_record(round_) for round_ in done] if self.keep_rounds else [],
         )
 
 
-def layer_passes(round_: Round, num_layers: int) -> int:
+def layer_passes(round_: RoundOutput, num_layers: int) -> int:
     """Layers run one after another in a round of one row: all of them once, and the early ones per drafted token."""
     if round_.plan is None:
         return 0
     return num_layers + (round_.exit_layer or 0) * len(round_.rows[0].drafted)
 
 
-def split_by_round(seconds: Sequence[float], done: Sequence[Round]) -> list[float]:
+def split_by_round(seconds: Sequence[float], done: Sequence[RoundOutput]) -> list[float]:
     """The seconds of every round.
 
     The rounds of a program are returned together, so only the program's time is known. It is divided among its rounds
@@ -96,7 +104,7 @@ def split_by_round(seconds: Sequence[float], done: Sequence[Round]) -> list[floa
     found, at = list(seconds), 0
     while at < len(done):
         end = at + 1
-        while end < len(done) and done[end].program_index:
+        while end < len(done) and done[end].round_index:
             end += 1
         own = [round_.seconds.total for round_ in done[at:end]]
         if sum(own) > 0:
@@ -106,13 +114,13 @@ def split_by_round(seconds: Sequence[float], done: Sequence[Round]) -> list[floa
     return found
 
 
-def _record(round_: Round) -> dict[str, Any]:
+def _record(round_: RoundOutput) -> dict[str, Any]:
     row = round_.rows[0] if round_.rows else None
     return {
         "exit_layer": round_.exit_layer,
         "num_drafted": len(row.drafted) if row else 0,
         "num_accepted": row.num_accepted if row else 0,
-        "num_tokens": len(row.tokens) if row else 0,
+        "num_tokens": len(row.token_ids) if row else 0,
         "seconds": {stage: round(getattr(round_.seconds, stage), 7) for stage in STAGES},
     }
 
@@ -121,8 +129,8 @@ class Transformers(Method):
     """`generate` of a transformers model, plain or assisted, on the same weights as selfspec.
 
     Args:
-        target: its `eos_token_ids` end the output.
-        tokenizer: the model's, for an assistant with another vocabulary.
+        llm: the opened model; its tokenizer is for an assistant with another vocabulary.
+        eos: tokens that end the output; empty: only the length does.
         limit: seconds per prompt, checked after every step.
 
     Raises:
@@ -130,10 +138,10 @@ class Transformers(Method):
         OSError, ValueError: the assistant cannot be opened.
     """
 
-    def __init__(self, target: Endless, tokenizer: Any, method: MethodName, temperature: float, limit: float) -> None:
-        self.name, self.kind, self.model = method.name, method.kind, target.stack.model
-        self.eos, self.temperature, self.limit = sorted(target.eos_token_ids), temperature, limit
-        self.num_layers, self.device = target.stack.num_layers, target.stack.device
+    def __init__(self, llm: LLM, method: MethodName, eos: frozenset[int], temperature: float, limit: float) -> None:
+        self.name, self.kind, self.model = method.name, method.kind, llm.target.stack.model
+        self.eos, self.temperature, self.limit = sorted(eos), temperature, limit
+        self.num_layers, self.device = llm.target.stack.num_layers, llm.target.stack.device
         self.options: dict[str, Any] = {}
         if method.kind == "early_exit":
             check_exit_layer(method, int(method.option), self.num_layers)
@@ -141,10 +149,10 @@ class Transformers(Method):
         elif method.kind == "prompt_lookup":
             self.options["prompt_lookup_num_tokens"] = int(method.option)
         elif method.kind == "assistant":
-            assistant, its_tokenizer = open_peer(method.option, target)
+            assistant, its_tokenizer = open_peer(method.option, llm)
             self.options["assistant_model"] = assistant
             if _vocab_size(assistant) != _vocab_size(self.model):  # drafts are then translated by way of text
-                self.options.update(tokenizer=tokenizer, assistant_tokenizer=its_tokenizer)
+                self.options.update(tokenizer=llm.tokenizer, assistant_tokenizer=its_tokenizer)
 
     def __call__(self, prompt: Prompt) -> Turn:
         ids = torch.tensor([prompt.ids], device=self.device)

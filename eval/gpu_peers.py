@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -34,16 +35,15 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from eval.decoders import neutral_generation_config
-from eval.gpu_rates import SLICES, Rate, rate_between
-from eval.measurement import no_garbage_collection, synchronize
+from eval.measurement import no_garbage_collection, rates, synchronize
 from eval.synthetic import Synthetic, config_of, random_prompts
+from selfspec.configuration import build, check
 
 FILE = "selfspec_peer.json"
-KEYS = {"command", "tokens_per_second", "rate_is_per_row", "seconds", "shapes", "version"}
-SECONDS = 180.0  # time limit of a folder's command
-TOLD = 2000  # last characters of a command's messages that are kept
-WARM_CALLS = {"hf": 4, "hf early exit": 4, "hf static": 6}  # before the measurement
+KEPT = 2000  # last characters of a command's messages that are kept
+TRANSFORMERS = {"hf": 4, "hf early exit": 4, "hf static": 6}  # tokens before the measurement
 PEER_TOKENS = 512  # maximum new tokens of transformers' methods
+SLICES = 3  # tokens that are timed at least
 
 
 class _Watch(StoppingCriteria):
@@ -61,7 +61,9 @@ class _Watch(StoppingCriteria):
         return torch.full((input_ids.shape[0],), over, device=input_ids.device)
 
 
-def peer_rate(target: Synthetic, kind: str, batch: int, context: int, window: float, draft_tokens: int) -> Rate:
+def transformers_rate(
+    target: Synthetic, kind: str, batch: int, context: int, window: float, draft_tokens: int
+) -> dict[str, Any]:
     """Measure transformers' decoding: `hf` (eager), `hf static` (a static cache, compiled on CUDA) or `hf early exit`.
 
     Raises:
@@ -74,7 +76,7 @@ def peer_rate(target: Synthetic, kind: str, batch: int, context: int, window: fl
     options: dict[str, Any] = {"cache_implementation": "static"} if kind == "hf static" else {}
     if kind == "hf early exit":
         options = {"assistant_early_exit": target.made.exit_layer}
-    watch = _Watch(where, WARM_CALLS[kind], window)
+    watch = _Watch(where, TRANSFORMERS[kind], window)
     with no_garbage_collection(), neutral_generation_config(model) as config:
         if kind == "hf early exit":
             config.num_assistant_tokens = draft_tokens  # assisted generation reads it from there
@@ -86,26 +88,34 @@ def peer_rate(target: Synthetic, kind: str, batch: int, context: int, window: fl
             **options,
         )
     marks = watch.marks[watch.warm_calls :]
-    if len(marks) <= SLICES:
-        raise ValueError(f"only {len(marks)} tokens were timed; a longer window is needed")
-    return rate_between(marks, len(marks) - 1)
+    check(len(marks) > SLICES, "the number of timed tokens", f"above {SLICES}", len(marks))
+    steps = [(later - earlier, more - less) for (earlier, less), (later, more) in pairwise(marks)]
+    return {**rates(steps), "rounds": len(steps)}
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A peer's folder; see the module for its file."""
+    """The content of a peer's file; see the module."""
 
-    folder: Path
     command: tuple[str, ...]
-    pattern: re.Pattern[str] | None
-    rate_is_per_row: bool
-    seconds: float
-    shapes: tuple[str, ...]
-    version: str | None
+    tokens_per_second: str = ""
+    rate_is_per_row: bool = False
+    seconds: float = 180.0
+    shapes: tuple[str, ...] = ()
+    version: str = ""
+    folder: str = ""
+
+    def __post_init__(self) -> None:
+        check(bool(self.command), "command", "a list of texts", list(self.command))
+        try:
+            groups = re.compile(self.tokens_per_second or "()").groups
+        except re.error as problem:
+            raise ValueError(f"tokens_per_second: {problem}") from problem
+        check(groups == 1, "tokens_per_second", "a regular expression with one group", self.tokens_per_second)
 
     @property
     def name(self) -> str:
-        return self.folder.name
+        return Path(self.folder).name
 
 
 def read_peer(folder: str | Path) -> Peer:
@@ -116,34 +126,17 @@ def read_peer(folder: str | Path) -> Peer:
     """
     path = Path(folder).resolve() / FILE
     try:
-        given = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as problem:
+        return build(Peer, json.loads(path.read_text("utf-8")) | {"folder": str(path.parent)})
+    except (OSError, TypeError, ValueError) as problem:
         raise ValueError(f"--peer needs a folder with {FILE}, see docs/measurements.md: {problem}") from problem
-    if not isinstance(given, dict) or not given.keys() <= KEYS:
-        raise ValueError(f"{path} must be an object with some of the keys {', '.join(sorted(KEYS))}, got {given!r}")
-    command, shapes, pattern = given.get("command"), given.get("shapes", []), given.get("tokens_per_second")
-    lists = {"command": command, "shapes": shapes}
-    for key, value in lists.items():
-        if not isinstance(value, list) or not all(isinstance(text, str) for text in value) or (value == command == []):
-            raise ValueError(f"{path}: {key} must be a list of texts, got {value!r}")
-    try:
-        compiled = None if pattern is None else re.compile(pattern)
-        seconds = float(given.get("seconds", SECONDS))
-    except (TypeError, ValueError, re.error) as problem:
-        raise ValueError(f"{path}: {problem}") from problem
-    if compiled is not None and compiled.groups != 1:
-        raise ValueError(f"{path}: tokens_per_second must have one group, got {pattern!r}")
-    per_row = bool(given.get("rate_is_per_row", False))
-    return Peer(path.parent, tuple(command), compiled, per_row, seconds, tuple(shapes), given.get("version"))
 
 
-def folder_rate(
-    peer: Peer, shape: str, batch: int, context: int, new_tokens: int, dtype: str, device: str, left: float
-) -> dict[str, Any]:
+def folder_rate(peer: Peer, left: float, *, shape: str, batch: int, **about: Any) -> dict[str, Any]:
     """Run a peer's command; returns `tokens_per_second`, `version`, `wall_seconds` and the end of its `messages`.
 
     Args:
         left: seconds of the run that are left; the command is ended after the smaller of these and its own limit.
+        about: context, new_tokens, dtype and device.
 
     Raises:
         ValueError: the peer does not run the shape, or its command fails, is too slow, or reports no rate.
@@ -154,9 +147,8 @@ def folder_rate(
     with tempfile.TemporaryDirectory() as made:
         files = {"config": Path(made, "config.json"), "output": Path(made, "output.json")}
         config_of(shape).to_json_file(files["config"], use_diff=False)
-        values = {"shape": shape, "batch": batch, "context": context, "new_tokens": new_tokens, "dtype": dtype}
-        values |= {"device": device, "python": sys.executable, **files}
-        command = [_filled(text, values) for text in peer.command]
+        values = {"shape": shape, "batch": batch, "python": sys.executable, **about, **files}
+        command = [re.sub(r"\{(\w+)\}", lambda m: str(values.get(m[1], m[0])), text) for text in peer.command]
         code, printed, messages = _run(command, peer.folder, limit)
         said = f"; its last words: {messages.strip()[-300:]}" if messages.strip() else ""
         if code is None:
@@ -164,15 +156,10 @@ def folder_rate(
         if code:
             raise ValueError(f"it ended with exit code {code}{said}")
         found = _reported(peer, printed, files["output"], batch)
-    return {**found, "wall_seconds": perf_counter() - begun, "messages": messages[-TOLD:]}
+    return {**found, "wall_seconds": perf_counter() - begun, "messages": messages[-KEPT:]}
 
 
-def _filled(text: str, values: dict[str, Any]) -> str:
-    """The text with the placeholders of `values` replaced; other braces are left alone."""
-    return re.sub(r"\{(\w+)\}", lambda match: str(values.get(match[1], match[0])), text)
-
-
-def _run(command: list[str], folder: Path, limit: float) -> tuple[int | None, str, str]:
+def _run(command: list[str], folder: str, limit: float) -> tuple[int | None, str, str]:
     """Exit code (None: too slow), standard output and messages of a command; its whole process group is ended."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "errors": "replace"}
     try:
@@ -192,10 +179,10 @@ def _run(command: list[str], folder: Path, limit: float) -> tuple[int | None, st
 
 
 def _reported(peer: Peer, printed: str, output: Path, batch: int) -> dict[str, Any]:
-    if peer.pattern is not None:
-        matches = peer.pattern.findall(printed)
+    if peer.tokens_per_second:
+        matches = re.findall(peer.tokens_per_second, printed)
         if not matches:
-            raise ValueError(f"nothing in its output matches {peer.pattern.pattern!r}")
+            raise ValueError(f"nothing in its output matches {peer.tokens_per_second!r}")
         rate, version = matches[-1], peer.version
     else:
         try:

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from eval.config import Common
 from eval.methods import parse_method
-from eval.models import all_logits, complete, open_target
+from eval.models import all_logits, open_llm
+from selfspec import SamplingParams, SpeculativeConfig
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
@@ -39,7 +40,7 @@ class SelfSpecLM(HFLM):
         options: other arguments of the harness's `HFLM`, such as `max_length` and `add_bos_token`.
 
     Raises:
-        ValueError: the policy is unknown; see also `eval.models.open_target`.
+        ValueError: the policy is unknown; see also `eval.models.open_llm`.
     """
 
     def __init__(
@@ -62,19 +63,19 @@ class SelfSpecLM(HFLM):
             )
         is_name = isinstance(pretrained, str)
         config = Common(device=device or "", dtype=dtype) if is_name else None
-        self.target = open_target(pretrained, config, tokenizer=tokenizer)
-        if self.target.tokenizer is None:
+        self.llm = open_llm(pretrained, config, tokenizer=tokenizer)
+        if self.llm.tokenizer is None:
             raise ValueError("the model has no tokenizer, and tasks are text; put one into the model's folder")
-        if self.target.tokenizer.eos_token_id is None:
+        if self.llm.tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no end-of-text token, which the harness needs; set its eos_token")
         self.settings = method.settings
         super().__init__(
-            pretrained=self.target.stack.model, tokenizer=self.target.tokenizer, batch_size=int(batch_size), **options
+            pretrained=self.llm.target.stack.model, tokenizer=self.llm.tokenizer, batch_size=int(batch_size), **options
         )
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         """Logits `[batch, length, vocab]` after ids `[batch, length]`, for the harness's scores."""
-        return all_logits(self.target, inps)
+        return all_logits(self.llm, inps)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """The text of every request, up to its first stop string; requests with equal settings are decoded together."""
@@ -99,14 +100,10 @@ class SelfSpecLM(HFLM):
         if max_prompt < 1:
             raise ValueError(f"max_gen_toks must be below the context of {self.max_length} tokens, got {max_new}")
         prompts = [self.tok_encode(context, left_truncate_len=max_prompt) for context in contexts]
-        done = complete(
-            self.target,
-            prompts,
-            max_new,
-            stop=[text for text in until if text],
-            max_batch_size=self.batch_size,
-            **self.settings,
-            **sampling,
-        )
+        stop = [text for text in until if text]
+        params = SamplingParams(max_tokens=max_new, stop=stop, generation_config=False, **sampling)
+        llm = self.llm.with_speculative(SpeculativeConfig(**self.settings))
+        llm.max_num_seqs = self.batch_size
+        done = [request.outputs[0].text for request in llm.generate(prompts, params)]
         end = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
         return [postprocess_generated_text(text, [*until, end], None) for text in done]

@@ -19,20 +19,20 @@ from typing import Any, NamedTuple
 import torch
 
 from eval import measurement
-from eval.config import check, check_least, option
 from eval.figures import plot_live
 from eval.live_table import render
 from eval.live_timing import STAGES, Call, Method, Workload, interleave, workload_of
 from eval.measurement import Say, spread
-from eval.models import Endless, measured_costs
+from eval.models import measured_costs
 from eval.recording import prior_of
 from eval.replay import Replayed, make, parse_policy, replay
 from eval.synthetic import random_prompts, synthetic_target
 from eval.tasks import Task, TaskConfig, check_tasks, configured, open_task, parser_of, run_command, save_traces
+from selfspec.configuration import check, check_least, option
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
 from selfspec.control.registry import CHOOSES_EXIT
-from selfspec.decoding.stats import SpecStats
+from selfspec.decoding.outputs import SpecStats
 
 PLAIN, ADAPTIVE, FIXED, OTHER = "plain", "adaptive", "fixed", "other"
 ACCEPTANCES = (1.0, 0.9, 0.7, 0.5, 0.25, 0.05)  # of the synthetic targets, at exit layer 2 of 8
@@ -90,17 +90,18 @@ def time_task(task: Task, config: LiveConfig, say: Say, folder: str | None = Non
     Raises:
         ValueError: the model or its questions cannot be opened, or the model lacks an exit layer.
     """
-    target, prompts = open_task(task, config, say)
+    llm, prompts = open_task(task, config, say)
+    target = llm.target
     config.exits_of(target.stack.num_layers)
     say(f"{task.name}: measuring costs")
-    costs = measured_costs(target, config.batch_sizes, config.cost_repeats)
-    workload = workload_of(Endless(target), prompts, config.tokens, costs, task.name, say)
+    costs = measured_costs(llm, config.batch_sizes, config.cost_repeats)
+    workload = workload_of(llm, prompts, config.tokens, costs, task.name, say)
     if folder:
         save_traces(workload.traces, folder, task.name, prior_of(target))
     lengths = [len(prompt) for prompt in prompts]
     return {
         "name": task.name,
-        "model": measurement.model(target, task.model) | measurement.device(target.stack.device),
+        "model": measurement.model(llm, task.model) | measurement.device(target.stack.device),
         "prompts": {"count": len(prompts), "shortest": min(lengths), "longest": max(lengths)},
         "num_tokens": sum(len(trace.tokens) for trace in workload.traces),
         "costs": costs.as_dict(),
@@ -141,9 +142,9 @@ def time_synthetic(config: LiveConfig, say: Say) -> dict[str, Any]:
         target = synthetic_target("tiny", device=device, exit_layer=2, acceptance=wanted, **shape)
         if costs is None:
             say("synthetic: measuring costs")
-            costs = measured_costs(target, config.synthetic_batch_sizes, config.cost_repeats)
+            costs = measured_costs(target.llm, config.synthetic_batch_sizes, config.cost_repeats)
         prompts = random_prompts(target.stack.vocab_size, PROMPTS, PROMPT_TOKENS)
-        workload = workload_of(target, prompts, config.tokens, costs, f"synthetic, acceptance {wanted:g}", say)
+        workload = workload_of(target.llm, prompts, config.tokens, costs, f"synthetic, acceptance {wanted:g}", say)
         hits = [bool(hit) for trace in workload.traces for hit in trace.hits[target.made.exit_layer - 1]]
         batches = []
         for rows in config.synthetic_batch_sizes:
@@ -192,16 +193,16 @@ def method_of(workload: Workload, policy: str) -> Method:
     """A policy by name, with the acceptance statistics, or exit layer and draft length, stored with the model."""
     settings: tuple[int | None, int | None] = (None, None)
     if parse_policy(policy).kind not in CHOOSES_EXIT:
-        settings = workload.target.default_exit_layer, workload.target.default_num_draft_tokens
+        settings = workload.llm.target.default_exit_layer, workload.llm.target.default_num_speculative_tokens
     kind = policy if policy in (PLAIN, ADAPTIVE) else OTHER
-    prior = prior_of(workload.target)
+    prior = prior_of(workload.llm.target)
     return Method(policy, kind, lambda: make(policy, workload.costs, *settings, prior), {})
 
 
-def fixed(costs: Costs, exit_layer: int, num_draft_tokens: int) -> Method:
+def fixed(costs: Costs, exit_layer: int, num_speculative_tokens: int) -> Method:
     """A fixed setting as a method."""
-    settings = {"exit_layer": exit_layer, "num_draft_tokens": num_draft_tokens}
-    name = f"fixed:{exit_layer},{num_draft_tokens}"
+    settings = {"exit_layer": exit_layer, "num_speculative_tokens": num_speculative_tokens}
+    name = f"fixed:{exit_layer},{num_speculative_tokens}"
     return Method(name, FIXED, lambda: make(name, costs), settings)
 
 

@@ -6,21 +6,21 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from time import perf_counter
 from typing import Any, NamedTuple
 
-from eval.measurement import Say, no_garbage_collection, rotated, timed
-from eval.models import Endless, Ids, measured_costs, rounds
+from eval.measurement import Say, no_garbage_collection, rotated, synchronize
+from eval.models import Ids, decode, measured_costs, with_policy
 from eval.replay import Overhead, Overheads
 from eval.tasks import trace_of
 from eval.traces import Trace
+from selfspec import LLM, SamplingParams
 from selfspec.calibrate.readings import mean
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
 from selfspec.control.plan import Policy
-from selfspec.control.rows import StageSeconds
-from selfspec.decoding.results import Round
-from selfspec.decoding.stats import SpecStats
-from selfspec.executors.pick import Sampling
+from selfspec.core import RoundOutput, StageSeconds
+from selfspec.decoding.outputs import SpecStats
 
 COST_REPEATS = 3  # of the cost measurement before every repeat; with 1, predictions varied by a fifth
 STAGES = ("draft", "verify", "head", "pick", "shadow", "control", "rest")
@@ -37,9 +37,9 @@ class Method(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """A target, its prompts, and the traces of plain decoding of each prompt."""
+    """A model, its prompts, and the traces of plain decoding of each prompt."""
 
-    target: Endless
+    llm: LLM
     prompts: Ids
     traces: Sequence[Trace]
     costs: Costs
@@ -54,11 +54,11 @@ class Workload(NamedTuple):
         return self._replace(prompts=[self.prompts[i] for i in order], traces=[self.traces[i] for i in order])
 
 
-def workload_of(target: Endless, prompts: Ids, num_tokens: int, costs: Costs, task: str, say: Say) -> Workload:
+def workload_of(llm: LLM, prompts: Ids, num_tokens: int, costs: Costs, task: str, say: Say) -> Workload:
     """Decode every prompt plainly, up to `num_tokens` or the end of the context, and record the traces."""
     say(f"{task}: decoding and recording {len(prompts)} prompts")
-    traces = [trace_of(target, prompt, num_tokens, Sampling(), task) for prompt in prompts]
-    return Workload(target, prompts, traces, costs)
+    traces = [trace_of(llm, prompt, num_tokens, SamplingParams(), task) for prompt in prompts]
+    return Workload(llm, prompts, traces, costs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,45 +99,46 @@ def call(
             updated in place.
         costs: the current cost table, stored with the call.
     """
-    policy, device = method.make(), workload.target.stack.device
+    policy, device = method.make(), workload.llm.target.stack.device
     correction = None if corrections is None else corrections.get(method.name)
     if isinstance(policy, Adaptive) and correction is not None:
         policy.set_correction(correction)
     limits = [min(len(trace.tokens), max_tokens or len(trace.tokens)) for trace in workload.traces]
-    options: dict[str, Any] = {"exact": True} if method.exact else {}
+    llm = with_policy(workload.llm, policy=policy, max_num_seqs=batch_size, exact=method.exact)
+    done, times = list[RoundOutput](), list[float]()
 
-    def begin() -> Any:
-        return rounds(workload.target, workload.prompts, limits, policy=policy, max_batch_size=batch_size, **options)
+    def on_round(round_: RoundOutput) -> None:
+        times.append(perf_counter())
+        done.append(round_)
 
-    coming, before = timed(begin, device)
-    done, after = timed(lambda: list(coming), device)
+    synchronize(device)
+    start = perf_counter()
+    outputs = decode(llm, workload.prompts, limits, on_round=on_round)
+    synchronize(device)
+    wall = perf_counter() - start
     if corrections is not None and isinstance(policy, Adaptive):
         corrections[method.name] = policy.state()["correction"]
-    return _call(done, before, after, correction, costs)
-
-
-def _call(done: Sequence[Round], before: float, after: float, correction: Any, costs: Costs | None) -> Call:
-    rows = [row for round_ in done for row in round_.rows]
-    ended = sorted((row.completion for row in rows if row.completion is not None), key=lambda c: c.request_id)
     planned = [round_ for round_ in done if round_.plan is not None]
-    between = (after - sum(round_.seconds.total for round_ in done)) / max(1, len(planned))
+    first = next((i for i, round_ in enumerate(done) if i and not round_.round_index), len(done))  # of program 2
+    before = times[0] - start - sum(round_.seconds.total for round_ in done[:first])
+    between = (wall - before - sum(round_.seconds.total for round_ in done)) / max(1, len(planned))
     return Call(
-        before + after,
+        wall,
         before,
         sum(round_.seconds.prefill for round_ in done),
         {stage: sum(getattr(round_.seconds, stage) for round_ in done) for stage in STAGES},
         len(planned),
         Counter(r.exit_layer for r in planned),
         sum(len(r.rows) for r in planned if r.exit_layer is not None),
-        sum((completion.stats for completion in ended), SpecStats()),
-        [completion.tokens for completion in ended],
+        sum((output.stats or SpecStats() for output in outputs), SpecStats()),
+        [output.token_ids for output in outputs],
         _overheads(planned, between),
         correction,
         costs,
     )
 
 
-def _overheads(planned: Sequence[Round], between: float) -> Overheads:
+def _overheads(planned: Sequence[RoundOutput], between: float) -> Overheads:
     """Mean overheads of rounds that draft and of plain rounds; where there are none of one kind, those of the other."""
     taken: dict[bool, list[StageSeconds]] = {}
     for each in planned:
@@ -163,7 +164,7 @@ def interleave(
         call(workload, method, batch_size, warmup_tokens, corrections)
     calls: dict[str, list[Call]] = {method.name: [] for method in methods}
     for repeat in range(repeats):
-        costs = measured_costs(workload.target, (batch_size,), COST_REPEATS, counts=mean)
+        costs = measured_costs(workload.llm, (batch_size,), COST_REPEATS, counts=mean)
         with no_garbage_collection():
             for method in rotated(methods, repeat):
                 calls[method.name].append(call(workload, method, batch_size, corrections=corrections, costs=costs))

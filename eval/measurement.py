@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
@@ -20,7 +21,7 @@ import torch
 import transformers
 
 import selfspec
-from selfspec.target import Target
+from selfspec import LLM
 
 ROOT = Path(__file__).parents[1]
 Result = TypeVar("Result")
@@ -64,6 +65,15 @@ def rotated(methods: Sequence[Result], by: int) -> list[Result]:
     return [*methods[by:], *methods[:by]]
 
 
+def rates(steps: Sequence[tuple[float, int]], num_parts: int = 3) -> dict[str, float]:
+    """Tokens per second of steps, each with its seconds and tokens; and of the slowest and the fastest third."""
+    cuts = sorted({round(i * len(steps) / num_parts) for i in range(num_parts + 1)})
+    parts = [steps[a:b] for a, b in pairwise(cuts)]
+    speeds = [sum(tokens for _, tokens in part) / sum(seconds for seconds, _ in part) for part in parts]
+    seconds, tokens = (sum(each) for each in zip(*steps, strict=True))
+    return {"tokens_per_second": tokens / seconds, "lowest": min(speeds), "highest": max(speeds), "seconds": seconds}
+
+
 class Spread(NamedTuple):
     """Median, minimum and maximum of some values, their number, and a confidence interval of the true median."""
 
@@ -95,9 +105,9 @@ def rounded(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def environment(target: Target, config_model: str) -> dict[str, Any]:
+def environment(llm: LLM, config_model: str) -> dict[str, Any]:
     """One flat record of the machine, device and model of a measurement."""
-    return {**machine(), **device(target.stack.device), **model(target, config_model)}
+    return {**machine(), **device(llm.target.stack.device), **model(llm, config_model)}
 
 
 def machine() -> dict[str, Any]:
@@ -166,8 +176,9 @@ def device(where: torch.device) -> dict[str, Any]:
     return {"device": str(where), **about, "cuda": torch.version.cuda}
 
 
-def model(target: Target, name: str) -> dict[str, Any]:
+def model(llm: LLM, name: str) -> dict[str, Any]:
     """The model's shape and number format, and the implementations that run its layers."""
+    target = llm.target
     own = target.stack.model
     return {
         "model": name,

@@ -1,4 +1,4 @@
-"""Names of methods: selfspec's policies, transformers' own decoders, llama.cpp, and other engines.
+"""Names of methods: selfspec's policies, transformers' own decoders, and llama.cpp.
 
 plain, adaptive, fs, ...            a policy of selfspec
 fixed:E,D                           exit layer E, D drafted tokens
@@ -8,7 +8,6 @@ transformers:early_exit:E           with assistant_early_exit=E
 transformers:prompt_lookup:N        with prompt_lookup_num_tokens=N
 transformers:assistant:MODEL        with a second model as the drafter
 llama.cpp, llama.cpp:FILE           llama.cpp on the model's own GGUF file, or on FILE
-external:NAME                       a command, see eval/external.py
 """
 
 from __future__ import annotations
@@ -17,25 +16,24 @@ import difflib
 import re
 from typing import Any, NamedTuple
 
-from selfspec.control.plan import DRAFTS
 from selfspec.control.registry import POLICIES
+from selfspec.core import DRAFTERS
 
-DRAFTER_OPTIONS = {"copies", "tree"}  # they change how drafters draft and draft nothing alone
+DRAFTER_OPTIONS = {"copies"}  # it changes how another drafter drafts, and drafts nothing alone
 PEERS = ("early_exit", "prompt_lookup", "assistant")
 LLAMA_CPP = "llama.cpp"
 PLAIN_KINDS = ("plain", "transformers")  # methods that draft nothing: the default baselines
 FORMS = (
     *POLICIES,
     "fixed:E,D",
-    *(f"adaptive:{one}" for one in DRAFTS if one not in DRAFTER_OPTIONS),
-    f"adaptive:{'+'.join(DRAFTS)}",
+    *(f"adaptive:{one}" for one in DRAFTERS if one not in DRAFTER_OPTIONS),
+    f"adaptive:{'+'.join(DRAFTERS)}",
     "transformers",
     "transformers:early_exit:E",
     "transformers:prompt_lookup:N",
     "transformers:assistant:MODEL",
     LLAMA_CPP,
     "llama.cpp:FILE",
-    "external:NAME",
 )
 
 
@@ -43,7 +41,7 @@ class MethodName(NamedTuple):
     """A parsed method name.
 
     Attributes:
-        kind: a policy, "transformers", one of PEERS, "llama.cpp" or "external".
+        kind: a policy, "transformers", one of PEERS or "llama.cpp".
         option: the text after the last colon; empty where there is none.
     """
 
@@ -57,12 +55,12 @@ class MethodName(NamedTuple):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The arguments of `eval.models.rounds` for a policy of selfspec."""
+        """The fields of `SpeculativeConfig` for a policy of selfspec."""
         found: dict[str, Any] = {"policy": self.kind}
         if self.kind == "adaptive" and self.option:
-            found["drafts"] = tuple(self.option.split("+"))
+            found["drafters"] = tuple(self.option.split("+"))
         elif self.option:
-            found["exit_layer"], found["num_draft_tokens"] = map(int, self.option.split(","))
+            found["exit_layer"], found["num_speculative_tokens"] = map(int, self.option.split(","))
         return found
 
 
@@ -83,7 +81,7 @@ def parse_method(name: str) -> MethodName:
     if first == "transformers" and second in PEERS and option:
         if second == "assistant" or re.fullmatch(r"[1-9]\d*", option):
             return MethodName(name, second, option)
-    elif first in (LLAMA_CPP, "external") and rest:
+    elif first == LLAMA_CPP and rest:
         return MethodName(name, first, rest)
     close = difflib.get_close_matches(name, FORMS, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}?" if close else f"known: {' '.join(FORMS)}"
@@ -91,7 +89,7 @@ def parse_method(name: str) -> MethodName:
 
 
 def _are_drafters(names: list[str]) -> bool:
-    return len(set(names)) == len(names) and {*names} <= {*DRAFTS} and not {*names} <= DRAFTER_OPTIONS
+    return len(set(names)) == len(names) and {*names} <= {*DRAFTERS} and not {*names} <= DRAFTER_OPTIONS
 
 
 def check_exit_layer(method: MethodName, exit_layer: int | None, num_layers: int) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eval.answers import Item
-from selfspec.decoding.stats import SpecStats
+from selfspec.decoding.outputs import SpecStats
 
 INTERVAL = 0.95
 Terms = Callable[[Item], tuple[float, float]]  # a question's terms of numerator and denominator
@@ -33,7 +33,6 @@ class Metric(NamedTuple):
     meaning: str
     terms: Terms | None = None
     base_terms: Terms | None = None  # terms of the baseline's ratio, by which the figure is divided
-    less_is_better: bool = False
 
 
 def _speed(item: Item) -> tuple[float, float]:
@@ -69,7 +68,7 @@ def _hits(item: Item) -> tuple[float, float]:
 METRICS = {
     "num_questions": Metric("", "questions answered"),
     "num_tokens": Metric("", "new tokens, ends of text included"),
-    "seconds": Metric("s", "wall time of all calls, prefill included", lambda i: (i.seconds, 1), less_is_better=True),
+    "seconds": Metric("s", "wall time of all calls, prefill included", lambda i: (i.seconds, 1)),
     "mean_accepted_tokens": Metric(
         "",
         "Spec-Bench: mean of accept_lengths, pooled over all steps of all questions",
@@ -101,17 +100,14 @@ METRICS = {
     "paired_ratio": Metric(
         "x", "geometric mean over questions of speed / the baseline's speed on the same one; with median and range"
     ),
-    "time_to_first_token_p50": Metric(
-        "s", "median over turns of the time to the end of the first step", less_is_better=True
-    ),
-    "time_to_first_token_p95": Metric("s", "95th percentile of the same", less_is_better=True),
+    "time_to_first_token_p50": Metric("s", "median over turns of the time to the end of the first step"),
+    "time_to_first_token_p95": Metric("s", "95th percentile of the same"),
     "per_token_latency_p50": Metric(
         "s",
         "median over tokens after a turn's first step; a token's latency is its step's time / the step's tokens; "
         "the time of a program of rounds is divided among its rounds",
-        less_is_better=True,
     ),
-    "per_token_latency_p95": Metric("s", "95th percentile of the same", less_is_better=True),
+    "per_token_latency_p95": Metric("s", "95th percentile of the same"),
     "acceptance_length": Metric(
         "", "1 + accepted / steps that drafted, pooled; counts the target's own token", _lengths
     ),
@@ -123,7 +119,6 @@ METRICS = {
         "",
         "layers run one after another per new token, without prefill; plain: all layers",
         lambda i: (float("nan") if i.layer_passes is None else i.layer_passes, i.num_tokens),
-        less_is_better=True,
     ),
     "stage_shares": Metric("", "share of a round's time by stage, by the engine's own clock"),
 }
@@ -140,8 +135,7 @@ TABLE = (  # the default columns of a report
 WITH_INTERVAL = ("tokens_per_second", "speedup", "paired_ratio")
 PERCENTILES = tuple(name for name in METRICS if name.endswith(("_p50", "_p95")))
 OVER_BASELINE = (*(name for name, metric in METRICS.items() if metric.base_terms), "paired_ratio")
-COMPARED = tuple(n for n, m in METRICS.items() if m.terms or n in OVER_BASELINE or n in PERCENTILES)
-"""Figures that `compare` supports."""
+COMPUTED = tuple(n for n, m in METRICS.items() if m.terms or n in OVER_BASELINE or n in PERCENTILES)
 
 
 @dataclass(frozen=True)
@@ -193,7 +187,7 @@ class Group:
 
 
 def drawn(name: str, group: Group) -> tuple[Callable[[Draws], NDArray[np.float64]], int]:
-    """A figure of COMPARED as a function of drawn questions (nan: unknown), and the number of questions."""
+    """A figure of COMPUTED as a function of drawn questions (nan: unknown), and the number of questions."""
     metric = METRICS[name]
     if name == "paired_ratio":
         pairs = [(a, b) for a, b in group.pairs if a.num_tokens and b.num_tokens]
@@ -234,7 +228,7 @@ def _times(name: str, item: Item) -> NDArray[np.float64]:
 
 
 def value_of(name: str, group: Group) -> float | None:
-    """A figure of COMPARED; None where it is unknown."""
+    """A figure of COMPUTED; None where it is unknown."""
     figure, num = drawn(name, group)
     if not num:
         return None
@@ -247,7 +241,7 @@ def value_of(name: str, group: Group) -> float | None:
 
 def figures(group: Group) -> dict[str, Any]:
     """Every metric of a group of at least one question, by name: a number, a mapping, a list, or None."""
-    found: dict[str, Any] = {name: value_of(name, group) for name in COMPARED}
+    found: dict[str, Any] = {name: value_of(name, group) for name in COMPUTED}
     for name in WITH_INTERVAL:
         if found[name] is not None:
             figure, num = drawn(name, group)

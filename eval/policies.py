@@ -18,8 +18,7 @@ from eval.figures import plot_policies, table
 from eval.measurement import Say
 from eval.replay import Replayed, make, parse_policy, replay
 from eval.tasks import MEASURED, STORED, Recorded, ReplayConfig, configured, gather, parser_of, run_command
-from selfspec.control.cost_table import Table
-from selfspec.control.costs import Costs
+from selfspec.control.costs import Costs, Table
 from selfspec.control.registry import CHOOSES_EXIT, POLICIES
 
 STATIC, STOPPED = "best static (E, D)", "best static (E, D, stop)"
@@ -93,7 +92,7 @@ def _settings(name: str, task: Recorded, config: ReplayConfig) -> tuple[int | No
     """The exit layer and draft length of a policy that does not choose them itself."""
     if parse_policy(name).kind in CHOOSES_EXIT:
         return None, None
-    return config.exit_layer or task.exit_layer, config.num_draft_tokens or task.num_draft_tokens
+    return config.exit_layer or task.exit_layer, config.num_speculative_tokens or task.num_speculative_tokens
 
 
 def _figures(done: Sequence[Replayed]) -> dict[str, Any]:

@@ -32,9 +32,9 @@ class Question(NamedTuple):
     turns: tuple[str, ...]
 
 
-def is_named(questions: str) -> bool:
-    """Whether this is the name of a set or of a data set of the hub, not of a file."""
-    return questions in NAMED_SETS or questions.startswith(HUB)
+def is_file(questions: str) -> bool:
+    """Whether this is the name of a file, not of a set or of a data set of the hub."""
+    return bool(questions) and questions not in NAMED_SETS and not questions.startswith(HUB)
 
 
 def read_questions(

@@ -19,17 +19,17 @@ from eval.traces import WRONG_STEPS, Bools, Floats, Trace
 from selfspec.control.acceptance import is_prior
 from selfspec.control.plan import SEED_POSITIONS
 from selfspec.control.round_costs import deepest_copy
+from selfspec.core import SamplingParams
 from selfspec.drafting.early_exit import DraftRow, draft_by_exit
-from selfspec.drafting.prompt_lookup import num_right
 from selfspec.executors.cpu.body import CompiledBody
 from selfspec.executors.cpu.buffers import Drafter, ProgramLimits, StopRule
-from selfspec.executors.cpu.rounds import CompiledRounds
-from selfspec.executors.pick import Sampling
-from selfspec.executors.picker import Picker, told_of
+from selfspec.executors.cpu.executor import CompiledRounds
+from selfspec.executors.picker import Picker, packed_params
 from selfspec.executors.shadow import shadow_picks
+from selfspec.kernels.pick import num_accepted
+from selfspec.loading.target import Target
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.stack import Stack
-from selfspec.target import Target
 
 PAGE = 32
 CHUNK = 256  # tokens per forward and per head product
@@ -40,31 +40,30 @@ def record(
     stack: Stack,
     prompt: Sequence[int],
     tokens: Sequence[int],
-    sampling: Sampling | None = None,
+    params: SamplingParams | None = None,
     task: str = "",
     wrong_steps: int = WRONG_STEPS,
 ) -> Trace:
-    """Record the trace of `tokens`, the output of `stack` after `prompt` with `sampling` (default: greedy).
+    """Record the trace of `tokens`, the output of `stack` after `prompt` with `params` (default: greedy).
 
     Args:
         wrong_steps: number of confidences recorded after a wrong token.
     """
     with torch.inference_mode():
-        return _Recorder(stack, prompt, tokens, sampling or Sampling(), wrong_steps).trace(task)
+        return _Recorder(stack, prompt, tokens, params or SamplingParams(), wrong_steps).trace(task)
 
 
-# By layer and position: hits, confidences, divergences, hits of second choices, and hits and confidences over the
-# shortlist.
-_Judged = tuple[Bools, Floats, Floats, Bools, Bools, Floats]
+# By layer and position: hits, confidences, divergences, and hits and confidences over the shortlist.
+_Judged = tuple[Bools, Floats, Floats, Bools, Floats]
 
 
 class _Recorder:
     """Records one trace; pages beyond those of the output hold drafts."""
 
     def __init__(
-        self, stack: Stack, prompt: Sequence[int], tokens: Sequence[int], sampling: Sampling, wrong_steps: int
+        self, stack: Stack, prompt: Sequence[int], tokens: Sequence[int], params: SamplingParams, wrong_steps: int
     ) -> None:
-        self.stack, self.sampling, self.wrong_steps = stack, sampling, wrong_steps
+        self.stack, self.params, self.wrong_steps = stack, params, wrong_steps
         self.picker = Picker(stack)
         self.prompt, self.tokens = tuple(prompt), list(tokens)
         self.prompt_length = len(prompt)
@@ -78,10 +77,10 @@ class _Recorder:
 
     def trace(self, task: str) -> Trace:
         parts = list(self.forward())
-        judged = [np.concatenate([part[i] for part in parts], 1) for i in range(6)]
+        judged = [np.concatenate([part[i] for part in parts], 1) for i in range(5)]
         at = self.prompt_length - 1 - self.first
         own = torch.cat(self.picks, 1)[:, at:]
-        hits, confidences, divergences, seconds, short_hits, short_confidences = (each[:, at:] for each in judged)
+        hits, confidences, divergences, short_hits, short_confidences = (each[:, at:] for each in judged)
         wrong = np.full((*hits.shape, self.wrong_steps), np.nan, np.float32)
         for e in self.exits:
             self.continue_wrong(e, hits[e - 1], own[e - 1], wrong[e - 1])
@@ -94,12 +93,11 @@ class _Recorder:
             confidences,
             divergences,
             wrong,
-            seconds,
             short_hits,
             short_confidences,
-            *(each[:, :at] for each in judged[4:]),
+            *(each[:, :at] for each in judged[3:]),
             *([np.stack([one[i] for one in copied]) for i in (0, 1)] if copied else ()),
-            is_sampled=self.sampling.temperature > 0,
+            is_sampled=not self.params.is_greedy,
         )
 
     @property
@@ -113,19 +111,22 @@ class _Recorder:
         body = self.stack.compiled
         assert isinstance(body, CompiledBody)
         head = body.draft_head(None, rounded=True)
-        rounds, drafter = CompiledRounds(body), Drafter(exit_layer, head, StopRule(), with_sure=True, rounded=True)
+        rounds, drafter = (
+            CompiledRounds(body),
+            Drafter(exit_layer, head, StopRule(), with_confidence=True, rounded=True),
+        )
         accepted = np.zeros(len(self.tokens), np.int16)
         confidences = np.full((len(self.tokens), 1 + self.wrong_steps), np.nan, np.float32)
         for start in range(0, len(accepted), ROWS):
             members = range(start, min(start + ROWS, len(accepted)))
             rows, owned = self.branch([self.prompt_length - 1 + i for i in members], 1 + self.wrong_steps)
-            last, sampling = [self.content[row.position] for row in rows], told_of([self.sampling] * len(rows))
+            last, packed = [self.content[row.position] for row in rows], packed_params([self.params] * len(rows))
             spans = [Span(*row) for row in rows]
             lengths, limits = [row.length for row in rows], ProgramLimits(1, 0.0, [()] * len(rows))
-            [done] = rounds.run(self.cache, spans, last, sampling, lengths, drafter, limits)
+            [done] = rounds.run(self.cache, spans, last, packed, lengths, drafter, limits)
             for i, row in zip(members, done.rows, strict=True):
-                accepted[i] = num_right(row.drafted, self.tokens[i:])
-                confidences[i, : len(row.sure)] = row.sure
+                accepted[i] = num_accepted(row.drafted, self.tokens[i:])
+                confidences[i, : len(row.confidences)] = row.confidences
             self.cache.release(owned)
         return accepted, confidences
 
@@ -164,9 +165,9 @@ class _Recorder:
             first: index in `content` of the first position.
         """
         positions = range(first + 1, first + 1 + len(last))
-        samplings = [self.sampling] * len(last)
+        several = [self.params] * len(last)
         target = self.stack.logits(last)
-        judged = self.picker(target, samplings, positions).tokens
+        judged = self.picker(target, several, positions).tokens
         own = torch.tensor(self.tokens, device=last.device)
         skip = max(0, min(len(last), self.prompt_length - 1 - first))  # positions of the prompt
         judged[skip:] = own[first + 1 + skip - self.prompt_length :][: len(last) - skip]
@@ -175,17 +176,17 @@ class _Recorder:
         for e in self.exits:
             logits = self.stack.logits(taps[e], e)
             log_q = logits.log_softmax(-1)
-            chosen, confidences, second = self.picker(logits, samplings, positions, with_sure=True, with_seconds=True)
-            assert confidences is not None and second is not None
+            chosen, confidences = self.picker(logits, several, positions, with_confidence=True)
+            assert confidences is not None
             divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
-            rows.append([x.numpy(force=True) for x in (chosen == judged, confidences, divergence, second == judged)])
+            rows.append([x.numpy(force=True) for x in (chosen == judged, confidences, divergence)])
             picks.append(chosen)
         self.picks.append(torch.stack(picks))
-        hits, sure, divergences, seconds = (np.stack([row[i] for row in rows]) for i in range(4))
+        hits, sure, divergences = (np.stack([row[i] for row in rows]) for i in range(3))
         hidden = torch.stack([taps[e] for e in self.exits])
-        short = shadow_picks(self.stack, self.picker, self.exits, hidden, samplings, positions, target, judged)
+        short = shadow_picks(self.stack, self.picker, self.exits, hidden, several, positions, target, judged)
         shadow = np.array(short.hits, bool), np.array(short.confidences, np.float32)
-        return hits, sure.astype(np.float32), divergences.astype(np.float32), seconds, *shadow
+        return hits, sure.astype(np.float32), divergences.astype(np.float32), *shadow
 
     def continue_wrong(self, exit_layer: int, hits: Bools, picks: Tensor, into: Floats) -> None:
         """Write to `into[i]` the confidences of the draft after the wrong pick at position i."""
@@ -200,9 +201,9 @@ class _Recorder:
         def choose(hidden: Tensor, live: list[int], step: int) -> tuple[Tensor, list[int]]:
             logits = self.stack.logits(hidden, exit_layer)
             positions = [rows[r].position + step + 1 for r in live]
-            picks = self.picker(logits, [self.sampling] * len(live), positions, with_sure=True)
-            assert picks.sure is not None
-            into[members[live], step] = picks.sure.numpy(force=True)
+            picks = self.picker(logits, [self.params] * len(live), positions, with_confidence=True)
+            assert picks.confidences is not None
+            into[members[live], step] = picks.confidences.numpy(force=True)
             return picks.tokens, live
 
         draft_by_exit(self.stack, self.cache, rows, tokens, exit_layer, choose)
@@ -210,5 +211,5 @@ class _Recorder:
 
 def prior_of(target: Target) -> Any:
     """The acceptance statistics stored with a model; None where there are none that fit it."""
-    stored = target.remembered.stored_prior
+    stored = target.policies.stored_prior
     return stored if is_prior(stored, target.stack.num_layers) else None

@@ -154,7 +154,7 @@ class RunFolder:
         if not file.exists():
             raise ValueError(f"{str(self.path)!r} holds answers but no config.yaml; name another output")
         old, new = as_record(yaml.safe_load(file.read_text("utf-8"))), as_record(config)
-        keys = [key for key in {**new, **old} if new.get(key) != old.get(key)]
+        keys = [key for key in new if new[key] != old.get(key)]
         if keys:
             differs = "; ".join(f"{key} {old.get(key)!r}, now {new.get(key)!r}" for key in keys)
             raise ValueError(

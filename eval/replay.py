@@ -1,14 +1,13 @@
 """Replay: run a policy on recorded traces, at any cost table, without a model.
 
 The simulator admits rows, prefills, plans and accepts as the engine does; a test compares the two round by round.
-Where a trace has no drafts of copied layers, copies are assumed to draft as the layers do. Second choices of copies are
-always assumed to be those of the layers.
+Where a trace has no drafts of copied layers, copies are assumed to draft as the layers do.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import abc, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
@@ -16,15 +15,15 @@ from typing import NamedTuple
 import numpy as np
 
 from eval.methods import MethodName, parse_method
-from eval.traces import Bools, Floats, Trace, draft, draft_lengths, lookup_outcome
+from eval.traces import Bools, Floats, Trace, draft, draft_lengths, lookup_round
 from selfspec.control.costs import Costs
-from selfspec.control.plan import SEED_POSITIONS, Plan, Policy
+from selfspec.control.plan import SEED_POSITIONS, Policy
 from selfspec.control.registry import POLICIES, make_policy
-from selfspec.control.rows import RoundOutcome, RowOutcome, RowState, Shadow, StageSeconds
-from selfspec.decoding.checked import CheckedPolicy
-from selfspec.drafting.row_lookup import RowLookup
+from selfspec.core import Plan, Request, RoundOutput, RowRound, SamplingParams, Sequence, ShadowPicks, StageSeconds
+from selfspec.decoding.checks import CheckedPolicy
+from selfspec.drafting.lookup import RowLookup
+from selfspec.executors.base import RoundDraft, next_draft
 from selfspec.executors.prefill import shares
-from selfspec.executors.program import RoundDraft, next_draft
 
 PREFILL_CHUNK = 512  # the engine's default
 DEADLINE = 0.25  # seconds after which a program begins no further round; that of `generate`
@@ -41,69 +40,41 @@ class Overhead(NamedTuple):
 Overheads = Mapping[bool, Overhead]  # True: of rounds that draft, False: of plain rounds
 
 
-class ReplayedRow(NamedTuple):
-    """The counts of one row in a round."""
-
-    request_id: int
-    num_drafted: int
-    num_accepted: int
-    num_emitted: int
-
-
-class ReplayedRound(NamedTuple):
-    """One round; `plan` is the plan of this round only."""
-
-    plan: Plan
-    rows: tuple[ReplayedRow, ...]
-    seconds: float
-
-
 @dataclass(slots=True)
 class Replayed:
     """The rounds of a policy over some traces, and their predicted seconds."""
 
-    rounds: list[ReplayedRound] = field(default_factory=list)
+    rounds: list[RoundOutput] = field(default_factory=list)  # each with the plan of this round only
     seconds: float = 0.0  # of rounds and shadow picks at prompts, without prefill
+    round_seconds: float = 0.0  # of the rounds alone
     plain_seconds: float = 0.0  # of plain decoding for the same tokens in the same batches
     control: float = 0.0  # measured seconds of the policy itself; not part of the other figures
 
     @property
     def num_tokens(self) -> int:
-        return sum(row.num_emitted for round_ in self.rounds for row in round_.rows)
-
-    @property
-    def round_seconds(self) -> float:
-        """Seconds of the rounds, without shadow picks at prompts."""
-        return sum(round_.seconds for round_ in self.rounds)
+        return sum(len(row.token_ids) for round_ in self.rounds for row in round_.rows)
 
 
-@dataclass(slots=True)
-class SimulatedRow:
-    """A row that decodes the output of a trace."""
+class SimulatedRow(NamedTuple):
+    """A sequence that decodes the output of a trace."""
 
-    request_id: int
+    sequence: Sequence
     trace: Trace
-    at: int = 0  # tokens emitted
-    num_cached: int = 0  # prompt tokens in the KV cache
-    content: list[int] = field(init=False)
-    lookup: RowLookup = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.content = list(self.trace.prompt)
-        self.lookup = RowLookup(self.content)
+    @classmethod
+    def of(cls, seq_id: int, trace: Trace) -> SimulatedRow:
+        params = SamplingParams(temperature=float(trace.is_sampled))
+        request, length = Request(list(trace.prompt), params), trace.prompt_length + len(trace.tokens)
+        return cls(Sequence(seq_id, request, list(trace.prompt), length, new_lookup=RowLookup), trace)
 
     @property
-    def room(self) -> int:  # `next_draft` reads it: the number of tokens left
-        return len(self.trace.tokens) - self.at
-
-    @property
-    def state(self) -> RowState:
-        length, is_sampled = self.trace.prompt_length + self.at, self.trace.is_sampled
-        return RowState(self.request_id, length, self.room, self.lookup, is_sampled=is_sampled)
+    def at(self) -> int:
+        """Tokens emitted."""
+        return self.sequence.num_tokens - self.trace.prompt_length
 
 
 def replay(
-    traces: Sequence[Trace],
+    traces: abc.Sequence[Trace],
     policy: Policy,
     costs: Costs,
     batch_size: int = 1,
@@ -120,52 +91,52 @@ def replay(
         deadline: seconds after which a program begins no further round, where its plan has no deadline.
     """
     done = Replayed()
-    waiting = deque(SimulatedRow(i, trace) for i, trace in enumerate(traces))
+    waiting = deque(SimulatedRow.of(i, trace) for i, trace in enumerate(traces))
     rows: list[SimulatedRow] = []
     checked = CheckedPolicy(policy, traces[0].num_layers if traces else 1)
     while waiting or rows:
         while waiting and len(rows) < batch_size:
             rows.append(waiting.popleft())
         done.seconds += prefill(rows, prefill_chunk, policy, costs)
-        ready = [row for row in rows if row.num_cached == row.trace.prompt_length - 1]
+        ready = [row for row in rows if row.sequence.is_prefilled]
         if ready:
             run_program(ready, len(ready) < len(rows), checked, costs, done, overheads, deadline)
-        rows = [row for row in rows if row.at < len(row.trace.tokens)]
+        rows = [row for row in rows if row.sequence.num_remaining]
     return done
 
 
-def prefill(rows: Sequence[SimulatedRow], budget: int, policy: Policy, costs: Costs) -> float:
+def prefill(rows: abc.Sequence[SimulatedRow], budget: int, policy: Policy, costs: Costs) -> float:
     """Prefill up to `budget` prompt tokens, and seed the policy with its shadow picks, in the engine's order.
 
     Returns:
         Seconds of the shadow picks.
     """
-    seeds: list[tuple[RowState, Shadow]] = []
-    lacking = [row.trace.prompt_length - 1 - row.num_cached for row in rows]
-    for row, count in zip(rows, shares(lacking, budget), strict=True):
+    seeds: list[tuple[Sequence, ShadowPicks]] = []
+    lacking = [row.trace.prompt_length - 1 - row.sequence.num_cached for row in rows]
+    for (sequence, trace), count in zip(rows, shares(lacking, budget), strict=True):
         if count <= 0:
             continue
-        end = row.trace.prompt_length - 1
-        first = max(row.num_cached, end - SEED_POSITIONS)
-        row.num_cached += count
-        if first >= row.num_cached:
+        end = trace.prompt_length - 1
+        first = max(sequence.num_cached, end - SEED_POSITIONS)
+        sequence.num_cached += count
+        if first >= sequence.num_cached:
             continue
-        layers = tuple(policy.seed_layers(row.state))
+        layers = tuple(policy.seed_layers(sequence))
         if layers:
-            hits, confidences = row.trace.prompt_hits, row.trace.prompt_confidences
+            hits, confidences = trace.prompt_hits, trace.prompt_confidences
             base = end - hits.shape[1]
-            start, stop = max(0, first - base), max(0, row.num_cached - base)  # a trace may have fewer positions
+            start, stop = max(0, first - base), max(0, sequence.num_cached - base)  # a trace may have fewer positions
             if start < stop:
-                seeds.append((row.state, _shadow_of(hits, confidences, layers, start, stop)))
+                seeds.append((sequence, _shadow_of(hits, confidences, layers, start, stop)))
     seconds = 0.0
-    for state, shadow in seeds:
-        policy.seed(state, shadow)
+    for sequence, shadow in seeds:
+        policy.seed(sequence, shadow)
         seconds += costs.seed(len(shadow.layers), len(shadow.hits[0]))
     return seconds
 
 
 def run_program(
-    ready: Sequence[SimulatedRow],
+    ready: abc.Sequence[SimulatedRow],
     is_single: bool,
     checked: CheckedPolicy,
     costs: Costs,
@@ -175,111 +146,110 @@ def run_program(
 ) -> None:
     """Run one program of rounds; `is_single`: of one round, since other rows still need prefill."""
     clock = StageSeconds()
-    plan = checked.plan(ready)
+    sequences = [row.sequence for row in ready]
+    plan = checked.plan(sequences)
     clock.lap("control")
-    rounds, begin = list[RoundOutcome](), done.seconds
+    rounds, begin = list[RoundOutput](), done.seconds
     deadline = deadline if plan.deadline is None else plan.deadline
     while len(rounds) < (1 if is_single else plan.num_rounds):
-        draft = next_draft(ready, plan)
+        draft = next_draft(sequences, plan)
         rounds.append(_round(ready, draft, costs, done, overheads))
-        is_over = draft.plan.shadow is not None or any(not row.room for row in ready)
+        is_over = draft.plan.shadow is not None or any(not one.num_remaining for one in sequences)
         if is_over or done.seconds - begin >= deadline:
             break
     clock.lap("rest")
-    checked.policy.observe(plan, rounds)
+    checked.observe(plan, rounds)
     clock.lap("control")
     done.control += clock.control
 
 
 def _round(
-    ready: Sequence[SimulatedRow], draft: RoundDraft, costs: Costs, done: Replayed, overheads: Overheads
-) -> RoundOutcome:
-    plan = draft.plan
-    context = costs.context_of([row.state.content_length for row in ready])
+    ready: abc.Sequence[SimulatedRow], draft: RoundDraft, costs: Costs, done: Replayed, overheads: Overheads
+) -> RoundOutput:
+    plan, between = draft.plan, 0.0
+    context = costs.context_of([row.sequence.num_tokens for row in ready])
     outcomes = _outcomes(ready, draft)
     took = _seconds(plan, outcomes, context, costs)
-    overhead, between = overheads.get(plan.exit_layer is not None), 0.0
+    overhead = overheads.get(plan.exit_layer is not None)
     if overhead is not None:
         took.control, took.rest, between = overhead
-    replayed = tuple(_advance(row, outcome) for row, outcome in zip(ready, outcomes, strict=True))
-    done.rounds.append(ReplayedRound(plan, replayed, took.total + between))
-    done.seconds += took.total + between
-    longest = max(row.num_emitted for row in replayed)
-    emitting = (sum(row.num_emitted > i for row in replayed) for i in range(longest))
-    done.plain_seconds += sum(costs.plain_round(rows, context + i) for i, rows in enumerate(emitting))
+    for outcome in outcomes:
+        outcome.sequence.append(outcome)
     drafted = any(outcome.num_drafted for outcome in outcomes)
-    return RoundOutcome(plan.exit_layer if drafted else None, outcomes, took)
+    made = RoundOutput(plan.exit_layer if drafted else None, outcomes, took, plan)
+    done.rounds.append(made)
+    done.seconds += took.total + between
+    done.round_seconds += took.total + between
+    longest = max(row.num_emitted for row in outcomes)
+    emitting = (sum(row.num_emitted > i for row in outcomes) for i in range(longest))
+    done.plain_seconds += sum(costs.plain_round(rows, context + i) for i, rows in enumerate(emitting))
+    return made
 
 
-def _seconds(plan: Plan, outcomes: Sequence[RowOutcome], context: float, costs: Costs) -> StageSeconds:
+def _seconds(plan: Plan, outcomes: abc.Sequence[RowRound], context: float, costs: Costs) -> StageSeconds:
     """Seconds of a round whose rows hold `context` tokens each, see `Costs.context_of`."""
-    drafted, second = [o.num_drafted for o in outcomes], [o.num_beside for o in outcomes]
-    second, copies = second if any(second) else [], plan.draft_bits is not None
-    took = StageSeconds(**costs.stages(plan.exit_layer, drafted, context, second, copies=copies))
+    drafted, copies = [o.num_drafted for o in outcomes], plan.draft_bits is not None
+    took = StageSeconds(**costs.stages(plan.exit_layer, drafted, context, copies=copies))
     if plan.shadow is not None:
         num_judged = sum(len(o.shadow.hits[0]) for o in outcomes if o.shadow is not None)
         took.shadow = costs.shadow(len(plan.shadow.layers), num_judged, plan.shadow.exact)
     return took
 
 
-def _outcomes(ready: Sequence[SimulatedRow], draft: RoundDraft) -> list[RowOutcome]:
+def _outcomes(ready: abc.Sequence[SimulatedRow], draft: RoundDraft) -> list[RowRound]:
     if draft.given is not None:
         pairs = zip(ready, draft.given, strict=True)
-        return [lookup_outcome(row.request_id, guess, row.trace.tokens[row.at :]) for row, guess in pairs]
+        return [lookup_round(*row, row.at, given) for row, given in pairs]
     lengths = draft_lengths([(row.trace, row.at) for row in ready], draft.plan)
     return [_outcome(row, i, draft.plan, length) for i, (row, length) in enumerate(zip(ready, lengths, strict=True))]
 
 
-def _outcome(row: SimulatedRow, index: int, plan: Plan, length: int) -> RowOutcome:
-    outcome, shadow = draft(row.trace, row.at, plan, length), None
+def _outcome(row: SimulatedRow, index: int, plan: Plan, length: int) -> RowRound:
+    outcome = draft(*row, row.at, plan, length)
     if plan.shadow is not None and index in plan.shadow.rows and plan.shadow.max_columns > 0:
         stop = row.at + min(outcome.num_emitted, plan.shadow.max_columns)
         trace, exact = row.trace, plan.shadow.exact
         hits = trace.hits if exact else trace.short_hits
         confidences = trace.confidences if exact else trace.short_confidences
-        shadow = _shadow_of(hits, confidences, plan.shadow.layers, row.at, stop)
-    return outcome._replace(request_id=row.request_id, shadow=shadow)
+        outcome.shadow = _shadow_of(hits, confidences, plan.shadow.layers, row.at, stop)
+    return outcome
 
 
-def _advance(row: SimulatedRow, outcome: RowOutcome) -> ReplayedRow:
-    emitted = outcome.num_emitted
-    row.content += row.trace.tokens[row.at : row.at + emitted]
-    row.at += emitted
-    return ReplayedRow(row.request_id, outcome.num_drafted + outcome.num_beside, emitted - 1, emitted)
-
-
-def _shadow_of(hits: Bools, confidences: Floats, layers: Sequence[int], start: int, stop: int) -> Shadow:
+def _shadow_of(hits: Bools, confidences: Floats, layers: abc.Sequence[int], start: int, stop: int) -> ShadowPicks:
     index = np.array(layers) - 1
-    return Shadow(tuple(layers), hits[index, start:stop], confidences[index, start:stop])
+    return ShadowPicks(tuple(layers), hits[index, start:stop], confidences[index, start:stop])
 
 
 def parse_policy(name: str) -> MethodName:
-    """Parse a policy's name, such as `del`, `fixed:4,4` or `adaptive:exit+tree`.
+    """Parse a policy's name, such as `del`, `fixed:4,4` or `adaptive:exit+copies`.
 
     Raises:
         ValueError: it is no policy of selfspec.
     """
     method = parse_method(name)
     if not method.is_ours:
-        raise ValueError(f"policies must be among {', '.join(POLICIES)}, or such as adaptive:exit+tree, got {name!r}")
+        raise ValueError(f"policies must be among {', '.join(POLICIES)}, or such as adaptive:exit+copies, got {name!r}")
     return method
 
 
 def make(
-    name: str, costs: Costs, exit_layer: int | None = None, num_draft_tokens: int | None = None, prior: object = None
+    name: str,
+    costs: Costs,
+    exit_layer: int | None = None,
+    num_speculative_tokens: int | None = None,
+    prior: object = None,
 ) -> Policy:
     """Make a new policy by name, with these costs.
 
     Args:
-        exit_layer, num_draft_tokens: used where the name has none and the policy does not choose them.
+        exit_layer, num_speculative_tokens: used where the name has none and the policy does not choose them.
         prior: initial acceptance statistics.
 
     Raises:
         ValueError: the name is unknown, or the exit layer or draft length is not possible.
     """
-    own = parse_policy(name).settings
-    exit_layer, num_draft_tokens = own.get("exit_layer", exit_layer), own.get("num_draft_tokens", num_draft_tokens)
-    drafts = own.get("drafts")
-    made = make_policy(own["policy"], costs.num_layers, exit_layer, num_draft_tokens, lambda: costs, prior, drafts)
+    own = {"exit_layer": exit_layer, "num_speculative_tokens": num_speculative_tokens} | parse_policy(name).settings
+    given = own["exit_layer"], own["num_speculative_tokens"]
+    made = make_policy(own["policy"], costs.num_layers, *given, lambda: costs, prior, own.get("drafters"))
     made.set_copies(costs.copies is not None)
     return made

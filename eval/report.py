@@ -19,11 +19,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from eval import figures, studies
-from eval.config import known
 from eval.figures import table
 from eval.metrics import METRICS, TABLE
 from eval.records import answers_path, by_question, read_lines, read_object, write_file
 from eval.summary import summarise
+from selfspec.configuration import check_known
 
 SPEC_BENCH = ("mean_accepted_tokens", *(name for name in METRICS if name.startswith("spec_bench")))
 ENVIRONMENT = (
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"{str(path)!r} is neither a run folder with a summary nor an answer file")
     answers = {path.stem: by_question(read_lines(path)) for path in paths}
     base = options.baseline or paths[0].stem
-    known("baseline", base, answers)
+    check_known("baseline", base, answers)
     summary = summarise(answers, [], base, num_questions=max(len(rows) for rows in answers.values()))
     print(render("md", list(sections(summary, None)), "", opening_of(summary)), end="")
     return 0
@@ -72,7 +72,7 @@ def _rewrite(folder: Path, baseline: str | None) -> str:
     before = read_object(folder / "summary.json")
     names = [method["method"] for method in before["methods"]]
     if baseline:
-        known("baseline", baseline, names)
+        check_known("baseline", baseline, names)
     answers = {name: by_question(read_lines(answers_path(folder, name))) for name in names}
     errors = list(by_question(read_lines(folder / "errors.jsonl")).values())
     same = {key: before[key] for key in ("num_questions", "resamples", "seed")}

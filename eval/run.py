@@ -7,7 +7,6 @@ far, and the same command resumes the run).
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import sys
@@ -18,35 +17,25 @@ from typing import Any
 from eval import measurement
 from eval.answers import Method, Skipped
 from eval.asking import Progress, Shared, ask_all, warm_up
-from eval.config import AUTO, FOLDER, RunConfig, add_flags, as_record, flags_given, read_run_config
+from eval.config import AUTO, RunConfig, as_record, config_of, parser_of
 from eval.decoders import LlamaCpp, Ours, Transformers
-from eval.external import External
-from eval.methods import LLAMA_CPP, file_name, parse_method
-from eval.models import Endless, measured_costs, open_target
+from eval.methods import LLAMA_CPP, parse_method
+from eval.models import open_llm
 from eval.questions import encoded, fingerprint, read_questions
 from eval.records import RunFolder, read_object, write_file
 from eval.report import publish
 from eval.studies import make_studies
 from eval.summary import compare_outputs, fastest_plain, summarise
-from selfspec.control.costs import Costs
+from selfspec.configuration import flags_given
 from selfspec.control.registry import NEEDS_COSTS
 
-COST_SECONDS = 10.0  # no repeat of a cost measurement begins later
 TEMPLATE_TOKENS = 64  # upper bound of the tokens that a chat template adds to a turn
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run or resume; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eval run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    default = str(FOLDER / "run.yaml")
-    parser.add_argument(
-        "config", nargs="?", default=default, help="YAML file with the keys below; default: %(default)s"
-    )
-    add_flags(parser, RunConfig)
-    options = parser.parse_args(arguments)
-    config = read_run_config(options.config, flags_given(options, RunConfig))
+    options = parser_of("run", RunConfig, __doc__).parse_args(arguments)
+    config = config_of(RunConfig, options.config, flags_given(options))
     session, code = Session(config), 0
     with contextlib.closing(session):
         try:
@@ -91,12 +80,12 @@ class Session:
     def _open(self) -> None:
         config = self.config
         self.progress.say(f"opening {config.model}")
-        self.target = open_target(config.model, config)
-        if self.target.tokenizer is None:
+        self.llm = open_llm(config.model, config)
+        if self.llm.tokenizer is None:
             raise ValueError("the model has no tokenizer, and questions are text; put one into the model's folder")
-        limit = self.target.stack.context_limit
-        self.shared = Shared(self.target.tokenizer, limit, config.max_new_tokens, config.seed)
-        now = measurement.environment(self.target, config.model)
+        limit = self.llm.target.stack.context_limit
+        self.shared = Shared(self.llm.tokenizer, limit, config.max_new_tokens, config.seed)
+        now = measurement.environment(self.llm, config.model)
         self.environment = read_object(self.folder.path / "environment.json") or now
         if self.is_complete:
             return
@@ -104,43 +93,27 @@ class Session:
             self.environment["resumed"] = [*self.environment.get("resumed", []), now]
         elif now["dirty"]:
             write_file(self.folder.path / "dirty.diff", measurement.difference())
-        costs = self._costs()
-        if costs is not None:
-            now["costs"] = costs.as_dict()
+        if any(parse_method(name).kind in NEEDS_COSTS for name in config.methods):
+            self.progress.say("costs: taken from the user's cache, or measured for a few seconds where it has none")
+            now["costs"] = self.llm.target.costs(1).as_dict()
         write_file(self.folder.path / "environment.json", json.dumps(self.environment, indent=1) + "\n")
         for name in config.methods:
             try:
-                self.methods.append(self._make_method(name, costs))
+                self.methods.append(self._make_method(name))
             except Skipped as problem:
                 self.skipped[name] = str(problem)
                 self.progress.say(f"skipped: {problem}")
 
-    def _costs(self) -> Costs | None:
-        """The cost table, measured now or from the user's cache; None where no method needs it."""
-        repeats = self.config.cost_repeats
-        if not any(parse_method(name).kind in NEEDS_COSTS for name in self.config.methods):
-            return None
-        if repeats:
-            self.progress.say(f"measuring costs of a round's pieces, up to {COST_SECONDS:g} s")
-            return measured_costs(self.target, (1,), repeats, COST_SECONDS)
-        self.progress.say("costs: taken from the user's cache, or measured for a few seconds where it has none")
-        return self.target.costs(1)
-
-    def _make_method(self, name: str, costs: Costs | None) -> Method:
+    def _make_method(self, name: str) -> Method:
         """A method of the run; all share the model's weights."""
-        config, method, tokenizer = self.config, parse_method(name), self.target.tokenizer
-        eos = frozenset[int]() if config.ignore_eos else self.target.eos_token_ids
+        config, method = self.config, parse_method(name)
+        eos = frozenset[int]() if config.ignore_eos else self.llm.target.eos_token_ids
         limits = config.temperature, config.time_limit
-        if method.kind == "external":
-            command, log = config.externals[method.option], self.folder.path / f"{file_name(name)}.log"
-            return External(name, command, tokenizer, log, eos, *limits)
         if method.kind == LLAMA_CPP:
             return LlamaCpp(config.model, method, self._longest_context(), eos, *limits)
-        own = Endless(self.target, eos, costs)
-        own.prior = None  # figures must not depend on earlier runs
         if method.is_ours:
-            return Ours(own, method, *limits, config.keep_rounds, config.reuse_responses)
-        return Transformers(own, tokenizer, method, *limits)
+            return Ours(self.llm, method, eos, *limits, config.keep_rounds, config.reuse_responses)
+        return Transformers(self.llm, method, eos, *limits)
 
     def _longest_context(self) -> int:
         """Upper bound of the tokens of a question with its answers."""
@@ -155,7 +128,7 @@ class Session:
             warm_up(self.methods, self.questions[0], self.shared, self.config.warmups)
             self.progress.begin()
             ask_all(self.methods, self.questions, self.shared, self.folder, self.progress)
-        make_studies(self.config, self.target, self.questions, self.shared, self.progress.say)
+        make_studies(self.config, self.llm, self.questions, self.shared, self.progress.say)
 
     def finish(self) -> str:
         """Write summary and report of the answers so far; returns the report's text."""
@@ -174,8 +147,8 @@ class Session:
         )
         if config.check:  # sampled output of other engines has the same distribution, but other tokens
             compared = [name for name in names if is_greedy or parse_method(name).is_ours]
-            target = self.target if is_greedy else None
-            summary["check"] = compare_outputs(answers, compared, self.questions, self.shared, target)
+            llm = self.llm if is_greedy else None
+            summary["check"] = compare_outputs(answers, compared, self.questions, self.shared, llm)
         more: dict[str, Any] = {"is_auto": is_auto, "metrics": list(config.metrics), "skipped": self.skipped}
         return publish(self.folder.path, {"check": None, **summary, **more, "environment": self.environment})
 

@@ -9,11 +9,11 @@ resumed by the same command. Tables go to standard output, progress to standard 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from time import perf_counter
@@ -22,15 +22,94 @@ from typing import Any
 import yaml
 
 from eval import measurement
-from eval.config import FOLDER, add_flags, check, flags_given, read_config
+from eval.config import Common, config_of, parser_of
 from eval.figures import check_plots
+from eval.questions import is_file
 from eval.records import append_line, read_lines, write_file
-from eval.serve_config import NOT_RECORDED, ServeConfig
-from eval.serve_figures import as_rows, figures_of
-from eval.serve_live import Live
-from eval.serve_load import arrival_times
+from eval.replay import parse_policy
+from eval.serve_client import Live
+from eval.serve_load import arrival_times, as_rows, figures_of, parse_goals
 from eval.serve_report import plot, render, summarise
 from eval.serve_simulate import Simulated
+from eval.serve_synthetic import GPUS
+from selfspec.configuration import as_plain, check, check_known, check_least, differences, flags_given, option
+
+NOT_RECORDED = ("output", "goodput", "policies", "rates", "loads", "burstiness")  # they may change on resuming
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig(Common):
+    """The configuration of `python -m eval serve`."""
+
+    model: str = option("smollm2", "Model that the servers open.")
+    command: str = option(
+        "{python} -m selfspec serve {model} --host 127.0.0.1 --port {port} {speculation}",
+        "Command line of a server; the words in braces are filled in, {speculation} by the flags of the policy.",
+    )
+    server: str = option("", "URL of a running OpenAI-compatible server, instead of starting any.")
+    api_key_variable: str = option("OPENAI_API_KEY", "Environment variable with the API key, if there is one.")
+    chat: bool = option(False, "Send the questions as chats, not as completions.")
+    policies: tuple[str, ...] = option(
+        ("plain", "fixed", "synergy", "smartspec", "dsde", "adaptive"),
+        "Policies to compare; ratios are over the first. With --server, one name for it.",
+    )
+    questions: str = option("", "Question file or set, whose first turns are prompts; empty: random.", is_file=is_file)
+    questions_path: str = option("", "File of a named set; named sets are not part of the repository.", is_file=is_file)
+    num_requests: int = option(200, "Requests of every load; prompts repeat where there are fewer.")
+    prompt_tokens: tuple[int, ...] = option((64, 512), "Least and most tokens of random prompts.")
+    vocab_size: int = option(1000, "Random token ids are below this number.")
+    output_tokens: tuple[int, ...] = option((32, 128), "Least and most tokens per output.")
+    rates: tuple[float, ...] = option((), "Requests per second; empty: the shares of `loads`.")
+    loads: tuple[float, ...] = option(
+        (0.02, 0.25, 0.5, 0.75, 0.9, 1.1), "Rates as shares of what the first policy completes when all arrive at once."
+    )
+    burstiness: tuple[float, ...] = option(
+        (1.0, 0.25), "Shapes of the Gamma distribution of gaps: 1 is Poisson; 0.25 has a coefficient of variation of 2."
+    )
+    goodput: tuple[str, ...] = option(
+        ("ttft:500", "tpot:2x"),
+        "Objectives of a request: most ms of its ttft, tpot or e2el, or times the first policy's median when idle.",
+    )
+    seed: int = option(0, "Seed of prompts, lengths and arrivals.")
+    warmups: int = option(4, "Requests before every load, one at a time, that are not counted.")
+    time_limit: float = option(600.0, "Seconds of a request, after which it counts as failed.")
+    start_limit: float = option(300.0, "Seconds in which a server must be ready.")
+    simulate: bool = option(False, "Serve in virtual time.")
+    shape: str = option("llama-3-8b", "Simulated model: a shape of eval.synthetic or a config.json.")
+    gpu: str = option("h200", f"Simulated device, whose costs are computed: {', '.join(GPUS)}.")
+    costs: str = option("", "JSON file with the costs to simulate at, such as `replay --output` writes.", is_file=bool)
+    acceptance: float = option(0.8, "Mean acceptance at a quarter of the layers of random simulated outputs.")
+    traces: str = option("", "File of `replay --record-traces` to simulate instead of random outputs.", is_file=bool)
+    max_batch_size: int = option(64, "Simulated rows decoded together.")
+    max_cached_tokens: int = option(0, "Simulated cached tokens; 0: no limit.")
+    exit_layer: int = option(0, "Exit layer of simulated policies that do not choose it; 0: a quarter of the layers.")
+    num_speculative_tokens: int = option(0, "Draft length of such policies; 0: 4.")
+    output: str = option("", "Run folder; empty: runs/ and the configuration's name.")
+
+    def __post_init__(self) -> None:
+        check_least(self, 1, "num_requests", "vocab_size", "max_batch_size")
+        check_least(self, 0, "seed", "warmups", "max_cached_tokens", "exit_layer", "num_speculative_tokens")
+        for name in ("prompt_tokens", "output_tokens"):
+            least = getattr(self, name)
+            fits = len(least) == 2 and 1 <= least[0] <= least[1]
+            check(fits, name, "two numbers, the least and the most", list(least))
+        for name in ("rates", "loads", "burstiness", "policies"):
+            values = getattr(self, name)
+            fits = len(set(values)) == len(values) and (bool(values) or name == "rates")
+            check(fits, name, "different values, at least one", list(values))
+        for name in ("rates", "loads", "burstiness"):
+            values = getattr(self, name)
+            check(all(0 < v < inf for v in values), name, "numbers above 0", list(values))
+        check(0 < self.acceptance < 1, "acceptance", "above 0 and below 1", self.acceptance)
+        check(self.time_limit > 0 and self.start_limit > 0, "time_limit and start_limit", "above 0", self.time_limit)
+        check_known("gpu", self.gpu, GPUS)
+        parse_goals(self.goodput)
+        if self.server:
+            check(not self.simulate, "server", "left out where simulate is on", self.server)
+            check(len(self.policies) == 1, "policies", "one name for the running server", list(self.policies))
+            return
+        for name in self.policies:
+            parse_policy(name)
 
 
 class Session:
@@ -51,12 +130,11 @@ class Session:
         print(f"[{perf_counter() - self._start:5.0f} s] {text}", file=sys.stderr, flush=True)
 
     def _claim(self) -> None:
-        values = {k: v for k, v in dataclasses.asdict(self.config).items() if k not in NOT_RECORDED}
-        record, file = json.loads(json.dumps(values)), self.folder / "config.yaml"
-        old = yaml.safe_load(file.read_text("utf-8")) if file.exists() else record
-        differ = [key for key in {**old, **record} if old.get(key) != record.get(key)]
+        file = self.folder / "config.yaml"
+        old = yaml.safe_load(file.read_text("utf-8")) if file.exists() else as_plain(self.config)
+        differ = differences(old, self.config, NOT_RECORDED)
         check(not differ, "output", f"a folder of a run with the same {', '.join(differ)}", str(self.folder))
-        write_file(file, yaml.safe_dump(record, sort_keys=False))
+        write_file(file, yaml.safe_dump(as_plain(self.config), sort_keys=False))
 
     def run(self) -> None:
         """Serve all loads; those of a rate by every policy in turn."""
@@ -118,17 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         ValueError, OSError: an option, file, model or server cannot be used.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m eval serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    default = str(FOLDER / "serve.yaml")
-    parser.add_argument(
-        "config", nargs="?", default=default, help="YAML file with the keys below; default: %(default)s"
-    )
-    add_flags(parser, ServeConfig)
-    options = parser.parse_args(arguments)
-    config = read_config(ServeConfig, options.config, flags_given(options, ServeConfig))
-    config = dataclasses.replace(config, output=config.output or str(Path("runs") / Path(options.config).stem))
+    options = parser_of("serve", ServeConfig, __doc__).parse_args(arguments)
+    config = config_of(ServeConfig, options.config, flags_given(options))
     check_plots()
     session, code = Session(config), 0
     try:

@@ -1,4 +1,4 @@
-"""Send a load to an OpenAI-compatible server, and start and stop a server of one's own.
+"""Serve loads by OpenAI-compatible servers: one that runs already, or one per load in a process of its own.
 
 A request is sent when it arrives, whatever the server has answered until then (an open loop). Answers are streamed.
 """
@@ -7,20 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shlex
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from eval.serve_figures import Served
-from eval.serve_load import Asked
+from eval.methods import file_name
+from eval.questions import read_questions
+from eval.replay import parse_policy
+from eval.serve_load import Asked, Served, output_lengths, random_prompts
+
+if TYPE_CHECKING:
+    from eval.serve import ServeConfig
 
 STOP_SECONDS = 20.0  # after which a server that was asked to stop is killed
 POLL_SECONDS = 0.2  # between two looks whether a server is ready
@@ -197,3 +205,74 @@ def _free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
+
+
+class Live:
+    """Serves loads by a server per load, or by one that runs already.
+
+    Raises:
+        ValueError: the questions cannot be read.
+    """
+
+    def __init__(self, config: ServeConfig, folder: Path) -> None:
+        self.config, self.folder = config, folder
+        self.title = config.server or f"{config.model}, a server per load"
+        self.asked = _asked(config)
+        key = os.environ.get(config.api_key_variable, "")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+    def serve(self, policy: str, arrivals: Sequence[float]) -> list[Served]:
+        """Serve the load once, after the uncounted requests.
+
+        Raises:
+            ValueError: the server does not start, or fails the first requests.
+        """
+        with self._running(policy) as url:
+            name = model_of(url, self._headers)
+            endpoint = Endpoint(url, name, self.config.chat, headers=self._headers, seconds=self.config.time_limit)
+            for one in self.asked[: self.config.warmups]:
+                (first,) = send(endpoint, [one], [0.0])
+                if first.error:
+                    raise ValueError(f"the server of {policy} failed the first request: {first.error}")
+            return send(endpoint, self.asked, arrivals)
+
+    @contextmanager
+    def _running(self, policy: str) -> Iterator[str]:
+        if self.config.server:
+            yield self.config.server.rstrip("/").removesuffix("/v1")
+            return
+        log = self.folder / f"{file_name(policy)}.log"
+        with server(command_of(self.config, policy), log, self.config.start_limit) as url:
+            yield url
+
+
+def _asked(config: ServeConfig) -> list[Asked]:
+    count = config.num_requests
+    if config.questions:
+        questions = read_questions(config.questions, config.num_questions, path=config.questions_path)
+        prompts: list[str | tuple[int, ...]] = [question.turns[0] for question in questions]
+    else:
+        prompts = [*random_prompts(count, config.prompt_tokens, config.vocab_size, config.seed)]
+    lengths = output_lengths(count, config.output_tokens, config.seed)
+    return [Asked(prompt, n) for prompt, n in zip(islice(cycle(prompts), count), lengths, strict=True)]
+
+
+def command_of(config: ServeConfig, policy: str) -> list[str]:
+    """The command line of a server, with `{port}` left in it."""
+    command = list[str]()
+    for part in shlex.split(config.command):
+        if part == "{speculation}":
+            command += speculation(policy)
+        else:
+            command.append(part.replace("{python}", sys.executable).replace("{model}", config.model))
+    return command
+
+
+def speculation(policy: str) -> list[str]:
+    """The flags of `selfspec serve` for a policy's name."""
+    own = parse_policy(policy).settings
+    flags = ["--policy", str(own["policy"])]
+    names = {"exit_layer": "--exit-layer", "num_speculative_tokens": "--num-speculative-tokens"}
+    for key, flag in names.items():
+        flags += [flag, str(own[key])] if key in own else []
+    return [*flags, *(["--drafters", ",".join(own["drafters"])] if "drafters" in own else [])]

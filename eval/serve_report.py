@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from eval.figures import MARKERS, colours, drawing, table
-from eval.serve_figures import goodput, limits_of, parse_goals
+from eval.serve_load import goodput, limits_of, parse_goals
 
 Cell = dict[str, Any]
 SHOWN = ("p50_ttft_ms", "p99_ttft_ms", "p50_tpot_ms", "p99_tpot_ms", "p99_itl_ms", "p50_e2el_ms", "p99_e2el_ms")

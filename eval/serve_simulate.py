@@ -9,21 +9,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from eval.replay import PREFILL_CHUNK, Replayed, SimulatedRow, make, prefill, run_program
-from eval.serve_config import ServeConfig
-from eval.serve_figures import Served
-from eval.serve_load import output_lengths
+from eval.serve_load import Served, output_lengths
 from eval.serve_synthetic import GPUS, gpu_costs, synthetic_traces
 from eval.synthetic import config_of
 from eval.tasks import read_costs
 from eval.traces import Trace, load
 from selfspec.control.costs import Costs
-from selfspec.control.plan import LOOKUP, Policy
-from selfspec.decoding.checked import CheckedPolicy
-from selfspec.decoding.engine import DEADLINE
+from selfspec.control.plan import Policy
+from selfspec.core import LOOKUP
+from selfspec.decoding.checks import CheckedPolicy
+from selfspec.decoding.engine import STREAM_SECONDS
+
+if TYPE_CHECKING:
+    from eval.serve import ServeConfig
 
 POOL = 32  # different random outputs; requests share them
 
@@ -61,7 +64,7 @@ class Simulated:
     def serve(self, policy: str, arrivals: Sequence[float]) -> list[Served]:
         """Serve the load once, after the uncounted requests."""
         config = self.config
-        made = make(policy, self.costs, config.exit_layer or None, config.num_draft_tokens or None, self.prior)
+        made = make(policy, self.costs, config.exit_layer or None, config.num_speculative_tokens or None, self.prior)
         one = SimulatedServer(made, self.costs, config.max_batch_size, config.max_cached_tokens)
         for trace in self.traces[: config.warmups]:
             one.serve([trace], [0.0])
@@ -97,12 +100,12 @@ class SimulatedServer:
             ValueError: a request exceeds `max_cached_tokens`.
         """
         first, self._next_id = self._next_id, self._next_id + len(traces)
-        made = [SimulatedRow(first + i, trace) for i, trace in enumerate(traces)]
+        made = [SimulatedRow.of(first + i, trace) for i, trace in enumerate(traces)]
         if made and (largest := max(map(_cached, made))) > self.max_cached_tokens:
             raise ValueError(f"max_cached_tokens must hold every request, the largest needs {largest}")
         coming = deque(sorted(zip(arrivals, range(len(made)), strict=True)))
         waiting, rows, now = deque[SimulatedRow](), list[SimulatedRow](), 0.0
-        times: dict[int, list[float]] = {row.request_id: [] for row in made}
+        times: dict[int, list[float]] = {row.sequence.seq_id: [] for row in made}
         while coming or waiting or rows:
             if not (waiting or rows):
                 now = max(now, coming[0][0])
@@ -113,11 +116,11 @@ class SimulatedServer:
             now += self._step(rows)
             for row, at in zip(rows, before, strict=True):
                 if row.at > at:
-                    times[row.request_id].append(now)
-            rows = [row for row in rows if row.room]
+                    times[row.sequence.seq_id].append(now)
+            rows = [row for row in rows if row.sequence.num_remaining]
         rooms = [(row.trace.prompt_length, row.at) for row in made]
         return [
-            Served(sent, tuple(times[row.request_id]), *counts)
+            Served(sent, tuple(times[row.sequence.seq_id]), *counts)
             for sent, row, counts in zip(arrivals, made, rooms, strict=True)
         ]
 
@@ -130,18 +133,17 @@ class SimulatedServer:
 
     def _step(self, rows: Sequence[SimulatedRow]) -> float:
         """Read prompts, and run a program of the rows that are ready; its seconds."""
-        before = [row.num_cached for row in rows]
+        before = [row.sequence.num_cached for row in rows]
         seconds = prefill(rows, self.prefill_chunk, self._checked.policy, self.costs)
         for row, start in zip(rows, before, strict=True):
-            if row.num_cached > start:
-                context = (start + row.num_cached) / 2
-                seconds += self.costs.verify(LOOKUP, 1, row.num_cached - start, context)
-        ready = [row for row in rows if row.num_cached == row.trace.prompt_length - 1]
+            if (end := row.sequence.num_cached) > start:
+                seconds += self.costs.verify(LOOKUP, 1, end - start, (start + end) / 2)
+        ready = [row for row in rows if row.sequence.is_prefilled]
         if not ready:
             return seconds
         done = Replayed()
-        is_single = len(ready) < len(rows) or not all(row.at for row in ready)  # as in `Engine`
-        run_program(ready, is_single, self._checked, self.costs, done, {}, DEADLINE)
+        is_single = len(ready) < len(rows) or not all(row.at for row in ready)  # as in `LLMEngine`
+        run_program(ready, is_single, self._checked, self.costs, done, {}, STREAM_SECONDS)
         return seconds + done.seconds
 
 

@@ -17,8 +17,7 @@ import numpy as np
 from transformers import PretrainedConfig
 
 from eval.traces import WRONG_STEPS, Trace
-from selfspec.control.cost_table import Table
-from selfspec.control.costs import Costs
+from selfspec.control.costs import Costs, Table
 from selfspec.control.plan import SEED_POSITIONS
 
 BYTES = 2  # of a number in bfloat16
@@ -116,7 +115,6 @@ def _trace(rng: np.random.Generator, logits: np.ndarray, num_prompt: int, num_to
         confidences=sure,
         divergences=(2 * (1 - sure) ** 2).astype(np.float32),
         wrong=np.broadcast_to(wrong, (len(hits), num_tokens, WRONG_STEPS)),
-        seconds=~right & (rng.random(right.shape) < 0.4),
         short_hits=right,
         short_confidences=sure,
         prompt_hits=hits[:, :seen],

@@ -26,14 +26,14 @@ from eval.asking import Shared, prompt_of
 from eval.bounds import runs
 from eval.config import STUDY_SIZES, RunConfig
 from eval.measurement import Say
-from eval.models import Endless, rounds
+from eval.models import decode, with_policy
 from eval.policies import compare
 from eval.questions import Question
 from eval.records import FullError, read_object, write_file
 from eval.tasks import MEASURED, Recorded, ReplayConfig, trace_of
 from eval.traces import Trace
-from selfspec.executors.pick import Sampling
-from selfspec.target import Target
+from selfspec import LLM, SamplingParams
+from selfspec.core import RoundOutput
 
 DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
@@ -52,7 +52,7 @@ class Material:
     """
 
     config: RunConfig
-    target: Endless
+    llm: LLM
     prompts: Sequence[Prompt]
     eos: frozenset[int]
     say: Say
@@ -63,8 +63,8 @@ class Material:
         found = []
         for i, prompt in enumerate(self.prompts):
             self.say(f"studies: recording question {i + 1} of {len(self.prompts)}")
-            sampling = Sampling(self.config.temperature, seed=prompt.seed)
-            trace = trace_of(self.target, prompt.ids, prompt.max_new_tokens, sampling)
+            params = SamplingParams(temperature=self.config.temperature, seed=prompt.seed)
+            trace = trace_of(self.llm, prompt.ids, prompt.max_new_tokens, params)
             ends = [j for j, token in enumerate(trace.tokens, 1) if token in self.eos]
             found.append(trace.cut(ends[0]) if ends else trace)
         return found
@@ -72,15 +72,18 @@ class Material:
     @property
     def exits(self) -> list[int]:
         """Every eighth of the layers up to half of them."""
-        layers = self.target.stack.num_layers
+        layers = self.llm.target.stack.num_layers
         return sorted({max(1, layers * eighths // 8) for eighths in range(1, 5)} - {layers})
 
     def seconds(self, prompts: Sequence[Prompt], batch_size: int, **settings: Any) -> float:
         """Seconds to decode study_tokens after every prompt, without prefill, by the engine's own clock."""
         limits = [min(self.config.study_tokens, prompt.max_new_tokens) for prompt in prompts]
-        sampling: Record = {"temperature": self.config.temperature, "seeds": [prompt.seed for prompt in prompts]}
-        ids = [prompt.ids for prompt in prompts]
-        done = list(rounds(self.target, ids, limits, max_batch_size=batch_size, **sampling, **settings))
+        done, llm = (
+            list[RoundOutput](),
+            with_policy(self.llm, max_num_seqs=batch_size, **{"policy": "plain", **settings}),
+        )
+        seeds, ids = [prompt.seed for prompt in prompts], [prompt.ids for prompt in prompts]
+        decode(llm, ids, limits, temperature=self.config.temperature, seeds=seeds, on_round=done.append)
         return sum(round_.seconds.total - round_.seconds.prefill for round_ in done)
 
 
@@ -90,12 +93,12 @@ def acceptance(material: Material) -> Record:
     Only positions with at least i tokens left count; None where there are none.
     """
     exits = []
-    for layer in range(1, material.target.stack.num_layers):
+    for layer in range(1, material.llm.target.stack.num_layers):
         lengths = [runs(trace.hits[layer - 1]) for trace in material.traces]
         right = [np.concatenate([n[: max(0, len(n) - i + 1)] >= i for n in lengths]) for i in range(1, MAX_DRAFTED + 1)]
         exits.append({"exit_layer": layer, "joint": [float(each.mean()) if each.size else None for each in right]})
     num_tokens = sum(len(trace.tokens) for trace in material.traces)
-    return {"num_layers": material.target.stack.num_layers, "num_tokens": num_tokens, "exits": exits}
+    return {"num_layers": material.llm.target.stack.num_layers, "num_tokens": num_tokens, "exits": exits}
 
 
 def grid(material: Material) -> Record:
@@ -110,7 +113,7 @@ def grid(material: Material) -> Record:
             plain = material.seconds([prompt], 1)
             speeds.append(min(material.config.study_tokens, prompt.max_new_tokens) / plain)
             for length in DRAFT_LENGTHS:
-                settings = {"policy": "fixed", "exit_layer": layer, "num_draft_tokens": length}
+                settings = {"policy": "fixed", "exit_layer": layer, "num_speculative_tokens": length}
                 ratios[layer, length].append(plain / material.seconds([prompt], 1, **settings))
     plain = median(speeds)
     speedups = {setting: median(found) for setting, found in ratios.items()}
@@ -130,10 +133,10 @@ def batch(material: Material) -> Record:
     Prompts are repeated until the last batch is full.
     """
     found = read_object(study_path(Path(material.config.output), "grid")).get("best", {})
-    layer = found.get("exit_layer", max(1, material.target.stack.num_layers // 4))
-    fixed = {"policy": "fixed", "exit_layer": layer, "num_draft_tokens": found.get("draft_length", 4)}
+    layer = found.get("exit_layer", max(1, material.llm.target.stack.num_layers // 4))
+    fixed = {"policy": "fixed", "exit_layer": layer, "num_speculative_tokens": found.get("draft_length", 4)}
     methods: dict[str, Record] = {"adaptive": {"policy": "adaptive"}}
-    methods[f"fixed:{layer},{fixed['num_draft_tokens']}"] = fixed
+    methods[f"fixed:{layer},{fixed['num_speculative_tokens']}"] = fixed
     speedups: dict[str, list[Record]] = {name: [] for name in methods}
     sizes: list[int] = []
     last, now = 0.0, perf_counter()  # `last`: seconds of the size before
@@ -162,9 +165,9 @@ def _time_all(material: Material, prompts: Sequence[Prompt], size: int, methods:
 
 def policies(material: Material) -> Record:
     """Replay every policy, a new one per question; speedups are over plain decoding of all questions together."""
-    target, length = material.target, max(len(trace.tokens) for trace in material.traces)
+    target, length = material.llm.target, max(len(trace.tokens) for trace in material.traces)
     material.say(f"policies: replaying {len(material.traces)} questions")
-    defaults = target.default_exit_layer, target.default_num_draft_tokens
+    defaults = target.default_exit_layer, target.default_num_speculative_tokens
     task = Recorded("run", material.traces, target.costs(), *defaults)
     config = ReplayConfig(lengths=(length,), head_layers=(MEASURED,), temperature=material.config.temperature)
     (section,) = compare([task], config)
@@ -175,7 +178,7 @@ def policies(material: Material) -> Record:
 MAKE: dict[str, Callable[[Material], Record]] = {f.__name__: f for f in (acceptance, grid, batch, policies)}
 
 
-def make_studies(config: RunConfig, target: Target, questions: Sequence[Question], shared: Shared, say: Say) -> None:
+def make_studies(config: RunConfig, llm: LLM, questions: Sequence[Question], shared: Shared, say: Say) -> None:
     """Make the studies that the run folder lacks, or has with other sizes.
 
     The file of a study that fails has the reason in place of figures.
@@ -191,7 +194,7 @@ def make_studies(config: RunConfig, target: Target, questions: Sequence[Question
             continue
         say(f"study: {name}")
         try:
-            material = material or _material(config, target, questions, shared, say)
+            material = material or _material(config, llm, questions, shared, say)
             made = {**MAKE[name](material), "num_questions": len(material.prompts)}
         except FullError:
             raise
@@ -214,7 +217,7 @@ def _is_of(path: Path, sizes: dict[str, int]) -> bool:
     return all(found.get(key) == size for key, size in sizes.items())
 
 
-def _material(config: RunConfig, target: Target, questions: Sequence[Question], shared: Shared, say: Say) -> Material:
+def _material(config: RunConfig, llm: LLM, questions: Sequence[Question], shared: Shared, say: Say) -> Material:
     """The first turns of `config.study_questions` questions that fit into the context, evenly from all categories."""
     fitting: dict[str, list[Prompt]] = {}
     for i, question in enumerate(questions):
@@ -226,8 +229,8 @@ def _material(config: RunConfig, target: Target, questions: Sequence[Question], 
     chosen = list(islice(interleaved, config.study_questions))
     if not chosen:
         raise ValueError(f"no question leaves room for a token in the model's context of {shared.context_limit}")
-    eos = frozenset[int]() if config.ignore_eos else target.eos_token_ids
-    return Material(config, Endless(target), chosen, eos, say)
+    eos = frozenset[int]() if config.ignore_eos else llm.target.eos_token_ids
+    return Material(config, llm, chosen, eos, say)
 
 
 def sections(folder: Path, section: Callable[..., Any]) -> Iterator[Any]:

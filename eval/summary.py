@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from eval.answers import Row, groups, harness_clock_seconds, item_of
+from eval.answers import Row, groups, item_of
 from eval.asking import Shared, prompt_of
 from eval.methods import LLAMA_CPP, PLAIN_KINDS, parse_method
 from eval.metrics import Group, figures
 from eval.questions import Question
-from selfspec.target import Target
+from selfspec import LLM
 
 FORMAT = 1
 TIE_ULPS = 8  # logits that differ by at most so many units in the last place of the largest are a tie
@@ -88,7 +88,7 @@ def harness_share(rows: Iterable[Row]) -> float | None:
     harness = methods = 0.0
     for row in rows:
         harness += row.get("harness_seconds", 0.0)
-        methods += row["seconds"] if "kind" in row else harness_clock_seconds(row)
+        methods += row["seconds"] if "kind" in row else sum(row["choices"][0]["wall_time"])
     return harness / methods if methods and harness else None
 
 
@@ -105,13 +105,10 @@ class Difference(NamedTuple):
 
 
 def first_difference(answer: Row, reference: Row) -> Difference | None:
-    """The first difference between two answers; later turns, which depend on it, are not compared.
-
-    An answer that was given as text is equal when its text is, however it is tokenized.
-    """
+    """The first difference between two answers; later turns, which depend on it, are not compared."""
     ours, theirs = answer["choices"][0], reference["choices"][0]
     for turn, (tokens, wanted) in enumerate(zip(ours["tokens"], theirs["tokens"], strict=True)):
-        if tokens == wanted or (ours["is_text"][turn] and ours["turns"][turn] == theirs["turns"][turn]):
+        if tokens == wanted:
             continue
         unequal = (i for i, (a, b) in enumerate(zip(tokens, wanted, strict=False)) if a != b)
         at = next(unequal, min(len(tokens), len(wanted)))
@@ -121,12 +118,12 @@ def first_difference(answer: Row, reference: Row) -> Difference | None:
 
 
 def compare_outputs(
-    answers: Answers, methods: Sequence[str], questions: Sequence[Question], shared: Shared, target: Target | None
+    answers: Answers, methods: Sequence[str], questions: Sequence[Question], shared: Shared, llm: LLM | None
 ) -> list[dict[str, Any]]:
     """Compare every method's answers with those of plain decoding; returns a record per method.
 
     Args:
-        target: computes logit gaps; None where outputs are sampled and the gap has no meaning.
+        llm: computes logit gaps; None where outputs are sampled and the gap has no meaning.
     """
     by_id = {question.question_id: question for question in questions}
     plain, found = answers["plain"], []
@@ -135,14 +132,14 @@ def compare_outputs(
             continue
         both = [(row, plain[key]) for key, row in answers[method].items() if key in plain]
         differing = [d for row, reference in both if (d := first_difference(row, reference)) is not None]
-        if target is not None:
-            differing = [_with_gap(d, by_id[d.question_id], plain[d.question_id], shared, target) for d in differing]
+        if llm is not None:
+            differing = [_with_gap(d, by_id[d.question_id], plain[d.question_id], shared, llm) for d in differing]
         found.append(
             {
                 "method": method,
                 "num_compared": len(both),
                 "num_different": len(differing),
-                "num_ties": None if target is None else sum(bool(d.is_tie) for d in differing),
+                "num_ties": None if llm is None else sum(bool(d.is_tie) for d in differing),
                 "is_other_arithmetic": parse_method(method).kind == LLAMA_CPP,
                 "differences": [d._asdict() for d in differing],
             }
@@ -150,12 +147,13 @@ def compare_outputs(
     return found
 
 
-def _with_gap(difference: Difference, question: Question, reference: Row, shared: Shared, target: Target) -> Difference:
+def _with_gap(difference: Difference, question: Question, reference: Row, shared: Shared, llm: LLM) -> Difference:
     """Add the gap between the model's two best logits at the difference."""
     choice, turn = reference["choices"][0], difference.turn
+    stack = llm.target.stack
     prompt = prompt_of(question, turn, choice["turns"][:turn], shared, 0)
-    ids = torch.tensor([[*prompt.ids, *choice["tokens"][turn][: difference.position]]], device=target.stack.device)
+    ids = torch.tensor([[*prompt.ids, *choice["tokens"][turn][: difference.position]]], device=stack.device)
     with torch.inference_mode():
-        best, second = target.stack.model(ids).logits[0, -1].double().topk(2).values.tolist()
+        best, second = stack.model(ids).logits[0, -1].double().topk(2).values.tolist()
     gap, largest = best - second, max(abs(best), abs(second))
-    return difference._replace(gap=gap, is_tie=gap <= TIE_ULPS * torch.finfo(target.stack.dtype).eps * largest)
+    return difference._replace(gap=gap, is_tie=gap <= TIE_ULPS * torch.finfo(stack.dtype).eps * largest)

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.initialization import no_init_weights
 
-from eval.models import Endless, open_model
+from eval.models import open_llm
+from selfspec import LLM
 from selfspec.model.draft_vocabulary import DIVISOR, LEAST_SIZE
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.stack import Stack
@@ -106,12 +107,16 @@ class Made:
     temperature: float  # of the picks whose acceptance this is; 0 is greedy
 
 
-class Synthetic(Endless):
-    """A target with random weights; `made` has its parameters, which every record of it should include."""
+@dataclass(frozen=True, slots=True)
+class Synthetic:
+    """An opened model with random weights, and its parameters, which every record of it should include."""
 
-    def __init__(self, model: nn.Module, made: Made) -> None:
-        super().__init__(open_model(model))
-        self.made = made
+    llm: LLM
+    made: Made
+
+    @property
+    def stack(self) -> Stack:
+        return self.llm.target.stack
 
     def about(self) -> dict[str, Any]:
         """The parameters as plain values."""
@@ -160,7 +165,7 @@ def synthetic_target(
     _round_weights(model)  # again, since some were scaled
     name = config.model_type if isinstance(shape, PretrainedConfig) else str(shape)
     made = Made(name, str(dtype).removeprefix("torch."), seed, exit_layer, acceptance, scale, found, temperature)
-    return Synthetic(model, made)
+    return Synthetic(open_llm(model), made)
 
 
 def text_tokens(vocab_size: int) -> int:

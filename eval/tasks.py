@@ -15,19 +15,20 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from eval import config as configuration
 from eval import measurement
-from eval.config import FOLDER, Common, add_flags, check, check_least, flags_given, option, read_config
+from eval.config import Common, config_of
 from eval.figures import check_plots
 from eval.measurement import Say
-from eval.models import Endless, Ids, decode, measured_costs, open_target
-from eval.questions import encode, read_questions
+from eval.models import Ids, decode, measured_costs, open_llm, with_policy
+from eval.questions import encode, is_file, read_questions
 from eval.recording import prior_of, record
 from eval.replay import parse_policy
 from eval.traces import Trace, load, save
+from selfspec import LLM, SamplingParams
+from selfspec.configuration import check, check_least, flags_given, option
 from selfspec.control.acceptance import is_prior
 from selfspec.control.costs import Costs
-from selfspec.executors.pick import Sampling
-from selfspec.target import Target
 
 MEASURED, STORED = "measured", "stored"
 
@@ -38,7 +39,7 @@ class Task:
 
     name: str = option("", "Name in tables.")
     model: str = option("demo", "Model to open.")
-    questions: str = option("", "A question file.", is_file=True)
+    questions: str = option("", "A question file.", is_file=is_file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +68,15 @@ class ReplayConfig(TaskConfig):
     head_layers: tuple[str, ...] = option(
         (MEASURED, "0", "0.5", "1", "2", "4"), "Costs of the output head, in layers; 'measured': as on this machine."
     )
-    policies: tuple[str, ...] = option((), "Policies to compare, such as adaptive:exit+tree; empty: all.")
+    policies: tuple[str, ...] = option((), "Policies to compare, such as adaptive:exit+copies; empty: all.")
     prior: str = option(STORED, "Acceptance statistics at a policy's start: 'stored' with its model, or 'none'.")
     exit_layer: int = option(0, "Exit layer of policies that do not choose it; 0: stored with the model, or a quarter.")
-    num_draft_tokens: int = option(0, "Draft length of such policies; 0: stored with the model, or 4.")
+    num_speculative_tokens: int = option(0, "Draft length of such policies; 0: stored with the model, or 4.")
     repeats: int = option(15, "How often every piece of a round is timed.")
 
     def __post_init__(self) -> None:
         check_tasks(self)
-        check_least(self, 0, "threads", "num_questions", "exit_layer", "num_draft_tokens", "temperature")
+        check_least(self, 0, "threads", "num_questions", "exit_layer", "num_speculative_tokens", "temperature")
         check_least(self, 1, "repeats")
         fits = bool(self.lengths) and all(n >= 1 for n in self.lengths)
         check(fits, "lengths", "numbers of at least 1", list(self.lengths))
@@ -100,7 +101,7 @@ class Recorded(NamedTuple):
     traces: list[Trace]
     costs: Costs
     exit_layer: int | None = None
-    num_draft_tokens: int | None = None
+    num_speculative_tokens: int | None = None
     model: dict[str, Any] | None = None
     prior: Any = None  # acceptance statistics
 
@@ -118,26 +119,27 @@ class Recorded(NamedTuple):
         }
 
 
-def open_task(task: Task, config: TaskConfig, say: Say) -> tuple[Target, Ids]:
+def open_task(task: Task, config: TaskConfig, say: Say) -> tuple[LLM, Ids]:
     """Open the task's model and encode its prompts.
 
     Raises:
         ValueError: the model or the questions cannot be opened, or a prompt fills the model's context.
     """
     say(f"{task.name}: loading {task.model}")
-    target = open_target(task.model, config)
-    prompts = encode(read_questions(task.questions, config.num_questions), target.tokenizer)
-    longest, limit = max(map(len, prompts)), target.stack.context_limit
+    llm = open_llm(task.model, config)
+    prompts = encode(read_questions(task.questions, config.num_questions), llm.tokenizer)
+    longest, limit = max(map(len, prompts)), llm.target.stack.context_limit
     if longest >= limit:
         raise ValueError(f"the task {task.name!r} has a prompt of {longest} tokens; its model's context holds {limit}")
-    return target, prompts
+    return llm, prompts
 
 
-def trace_of(target: Endless, prompt: Sequence[int], num_tokens: int, sampling: Sampling, task: str = "") -> Trace:
+def trace_of(llm: LLM, prompt: Sequence[int], num_tokens: int, params: SamplingParams, task: str = "") -> Trace:
     """Decode a prompt plainly, up to `num_tokens` or the end of the context, and record the trace."""
-    limit = min(num_tokens, target.stack.context_limit - len(prompt))
-    (answer,) = decode(target, [prompt], limit, temperature=sampling.temperature, seeds=sampling.seed)
-    return record(target.stack, prompt, answer.tokens, sampling, task)
+    stack = llm.target.stack
+    limit, plain = min(num_tokens, stack.context_limit - len(prompt)), with_policy(llm, policy="plain")
+    (answer,) = decode(plain, [prompt], limit, temperature=params.temperature or 0.0, seeds=params.seed)
+    return record(stack, prompt, answer.token_ids, params, task)
 
 
 def save_traces(traces: Sequence[Trace], folder: str, task: str, prior: Any) -> None:
@@ -188,18 +190,19 @@ def _record_task(
     task: Task, config: ReplayConfig, traces: list[Trace] | None, costs: Costs | None, say: Say
 ) -> Recorded:
     """Open a task's model; record its traces and measure its costs where they are None."""
-    target, prompts = open_task(task, config, say)
+    llm, prompts = open_task(task, config, say)
     if traces is None:
-        traces, endless = [], Endless(target)
+        traces = []
         for i, prompt in enumerate(prompts):
             say(f"{task.name}: prompt {i + 1} of {len(prompts)}")
-            sampling = Sampling(config.temperature, seed=config.seed + i)
-            traces.append(trace_of(endless, prompt, max(config.lengths), sampling, task.name))
+            params = SamplingParams(temperature=config.temperature, seed=config.seed + i)
+            traces.append(trace_of(llm, prompt, max(config.lengths), params, task.name))
     if costs is None:
         say(f"{task.name}: measuring costs")
-        costs = measured_costs(target, (1,), config.repeats)
-    about = measurement.model(target, task.model)
-    stored = target.default_exit_layer, target.default_num_draft_tokens
+        costs = measured_costs(llm, (1,), config.repeats)
+    about = measurement.model(llm, task.model)
+    target = llm.target
+    stored = target.default_exit_layer, target.default_num_speculative_tokens
     return _checked(Recorded(task.name, traces, costs, *stored, about, prior_of(target)))
 
 
@@ -230,16 +233,14 @@ def read_costs(path: str) -> dict[str, Costs]:
 
 def parser_of(name: str, kind: type[TaskConfig], description: str) -> argparse.ArgumentParser:
     """The command line of `python -m eval NAME`: a flag for every key of its configuration, and those for files."""
-    parser = argparse.ArgumentParser(prog=f"python -m eval {name}", description=description)
-    file, add = str(FOLDER / f"{name}.yaml"), parser.add_argument
-    add("--config", default=file, help="YAML file with keys of the same names as the flags below")
+    parser = configuration.parser_of(name, kind, description)
+    add = parser.add_argument
     text = "a task in addition to those of the configuration, or in place of the one of the same name"
     names: Any = ("NAME", "MODEL", "QUESTIONS")
     add("--task", nargs=3, action="append", default=[], metavar=names, help=text)
     add("--output", metavar="FOLDER", help=f"also write {name}.json and plots into this folder")
     add("--record-traces", metavar="FOLDER", help="save traces of plain outputs in this folder")
     add("-q", "--json-only", action="store_true", help="print only the JSON document, no tables and no progress")
-    add_flags(parser, kind)
     return parser
 
 
@@ -247,9 +248,9 @@ def configured(kind: type[Config], options: argparse.Namespace) -> Config:
     """The configuration file's values, replaced by those of the command line; `--task` adds tasks.
 
     Raises:
-        ValueError: see `read_config`.
+        ValueError: see `eval.config.config_of`.
     """
-    config = read_config(kind, options.config, flags_given(options, kind))
+    config = config_of(kind, options.config, flags_given(options))
     given = [Task(*each) for each in options.task]
     names = {task.name for task in given}
     return dataclasses.replace(config, tasks=[*(task for task in config.tasks if task.name not in names), *given])

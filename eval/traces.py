@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import zlib
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,16 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from selfspec.control.acceptance import likely_seconds
-from selfspec.control.plan import OWN_TEXT, Plan, confidence_bin
-from selfspec.control.rows import RowOutcome
-from selfspec.drafting.prompt_lookup import Guess, num_right
+from selfspec.control.plan import OWN_TEXT, confidence_bin
+from selfspec.core import Draft, Plan, RowRound, Sequence
+from selfspec.kernels.pick import num_accepted
 
-VERSION = 5  # of the file format
+VERSION = 6  # of the file format
 WRONG_STEPS = 17  # tokens recorded after a wrong one; 1 + WRONG_STEPS is the longest draft of any policy
 
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
-_BY_TOKEN = ("hits", "confidences", "divergences", "wrong", "seconds", "short_hits", "short_confidences")
+_BY_TOKEN = ("hits", "confidences", "divergences", "wrong", "short_hits", "short_confidences")
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +40,6 @@ class Trace:
         confidences: `[L - 1, n]`, the layer's probability of its pick.
         divergences: `[L - 1, n]`, KL(whole model || layer) in nats.
         wrong: `[L - 1, n, steps]`, confidences of the tokens that the layer drafts after a wrong pick; NaN elsewhere.
-        seconds: bool `[L - 1, n]`, whether the layer's second choice is the output's token.
         short_hits, short_confidences: `[L - 1, n]`, hits and confidences of shadow picks over a shortlist.
         prompt_hits, prompt_confidences: `[L - 1, up to SEED_POSITIONS]`, the same at the prompt's last positions.
         copied_right: int16 `[C, n]`, number of accepted tokens when 4-bit copies of the first 1..C layers draft from
@@ -57,7 +55,6 @@ class Trace:
     confidences: Floats
     divergences: Floats
     wrong: Floats
-    seconds: Bools
     short_hits: Bools
     short_confidences: Floats
     prompt_hits: Bools
@@ -80,7 +77,7 @@ class Trace:
         return dataclasses.replace(self, tokens=self.tokens[:num_tokens], **cut)
 
 
-def save(traces: Sequence[Trace], path: str | Path, prior: Any = None) -> None:
+def save(traces: abc.Sequence[Trace], path: str | Path, prior: Any = None) -> None:
     """Write traces into one `.npz` file, completely or not at all.
 
     Args:
@@ -136,14 +133,14 @@ def _trace(arrays: Any, i: int) -> Trace:
     return Trace(**given)
 
 
-def draft(trace: Trace, at: int, plan: Plan, length: int) -> RowOutcome:
-    """The outcome of a plan's draft of `length` tokens from output position `at`.
+def draft(sequence: Sequence, trace: Trace, at: int, plan: Plan, length: int) -> RowRound:
+    """What a plan's draft of `length` tokens gives a sequence at output position `at`.
 
     Raises:
         ValueError: the plan reads confidences of more tokens after a wrong one than the trace has.
     """
     if plan.exit_layer is None or length == 0:
-        return RowOutcome(0, 0, 0)
+        return _row_round(sequence, trace, at, 0, 0)
     layer = plan.exit_layer - 1
     accepted = _num_accepted(trace, layer, at, length, _uses_copies(trace, plan))
     confidences = tuple(_confidences(trace, at, length, plan)) if plan.reads_confidence else ()
@@ -151,16 +148,17 @@ def draft(trace: Trace, at: int, plan: Plan, length: int) -> RowOutcome:
         raise ValueError(f"a draft continues for {length - accepted - 1} tokens after a wrong one, beyond the trace")
     judged = min(accepted + 1, length)
     divergences = tuple(trace.divergences[layer, at : at + judged].tolist()) if plan.keep_divergence else ()
-    outcome = RowOutcome(0, length, accepted, confidences, divergences)
-    if plan.second_choices is None:
-        return outcome
-    rule, left = plan.second_choices, len(trace.tokens) - at - 1 - length
-    drafted = likely_seconds(rule, confidences, min(rule.most, left))
-    second = bool(trace.seconds[layer, at + accepted]) if accepted in drafted else None
-    return outcome._replace(second=second, num_beside=len(drafted))
+    made = _row_round(sequence, trace, at, length, accepted)
+    made.confidences, made.divergences = confidences, divergences
+    return made
 
 
-def draft_lengths(places: Sequence[tuple[Trace, int]], plan: Plan) -> list[int]:
+def _row_round(sequence: Sequence, trace: Trace, at: int, drafted: int, accepted: int) -> RowRound:
+    """What a draft of which so many tokens are accepted gives a sequence at output position `at`."""
+    return RowRound(sequence, drafted, accepted, list(trace.tokens[at : at + accepted + 1]))
+
+
+def draft_lengths(places: abc.Sequence[tuple[Trace, int]], plan: Plan) -> list[int]:
     """The number of tokens that each row drafts until the plan's stop rule ends the draft.
 
     Args:
@@ -194,11 +192,11 @@ def draft_lengths(places: Sequence[tuple[Trace, int]], plan: Plan) -> list[int]:
     return lengths
 
 
-def lookup_outcome(request_id: int, guess: Guess, rest: Sequence[int]) -> RowOutcome:
-    """The outcome of a draft by lookup before the output tokens `rest`."""
-    match, source = (guess.match, guess.source) if guess.tokens else (0, OWN_TEXT)
-    drafted, right = len(guess.tokens), num_right(guess.tokens, rest)
-    return RowOutcome(request_id, drafted, right, match=match, source=source)
+def lookup_round(sequence: Sequence, trace: Trace, at: int, given: Draft) -> RowRound:
+    """What a draft by lookup gives a sequence at output position `at`."""
+    made = _row_round(sequence, trace, at, len(given.token_ids), num_accepted(given.token_ids, trace.tokens[at:]))
+    made.match_length, made.source = (given.match_length, given.source) if given.token_ids else (0, OWN_TEXT)
+    return made
 
 
 def _uses_copies(trace: Trace, plan: Plan) -> bool:

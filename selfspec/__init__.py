@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from selfspec.decoding.outputs import CompletionOutput as CompletionOutput
     from selfspec.decoding.outputs import Logprob as Logprob
     from selfspec.decoding.outputs import RequestOutput as RequestOutput
-    from selfspec.decoding.stats import SpecStats as SpecStats
+    from selfspec.decoding.outputs import SpecStats as SpecStats
     from selfspec.drafting.datastore import Datastore as Datastore
     from selfspec.errors import CacheFullError as CacheFullError
     from selfspec.errors import DatastoreError as DatastoreError
@@ -28,8 +28,7 @@ _MODULES = {
     "selfspec.control.plan": ("Policy",),
     "selfspec.core": ("Plan", "RoundOutput", "RowRound", "SamplingParams", "SpeculativeConfig"),
     "selfspec.decoding.engine": ("LLMEngine",),
-    "selfspec.decoding.outputs": ("CompletionOutput", "Logprob", "RequestOutput"),
-    "selfspec.decoding.stats": ("SpecStats",),
+    "selfspec.decoding.outputs": ("CompletionOutput", "Logprob", "RequestOutput", "SpecStats"),
     "selfspec.drafting.datastore": ("Datastore",),
     "selfspec.errors": ("CacheFullError", "DatastoreError", "UnsupportedModelError"),
     "selfspec.llm": ("LLM",),

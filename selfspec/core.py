@@ -24,10 +24,10 @@ if TYPE_CHECKING:  # for annotations alone
     from transformers import GenerationConfig
 
     from selfspec.control.plan import Alternatives, LookupTable, Policy, ShadowPlan, SurvivalStop
-    from selfspec.decoding.stats import SpecStats
+    from selfspec.decoding.outputs import SpecStats
     from selfspec.decoding.stopping import Stopper, TextDelta
     from selfspec.drafting.datastore import Datastore
-    from selfspec.drafting.row_lookup import RowLookup
+    from selfspec.drafting.lookup import RowLookup
     from selfspec.executors.logprobs import TokenLogprobs
     from selfspec.learn import Learner
 
@@ -124,7 +124,8 @@ class SamplingParams:
             raise ValueError(f"seed must be a 64-bit integer, got {self.seed}")
         flag("speculative", self.speculative)
         flag("ignore_eos", self.ignore_eos)
-        for text in self.stops:
+        texts: Any = self.stops
+        for text in texts:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop must hold non-empty texts, {got(text)}")
         ends: Any = () if self.stop_token_ids is None else self.stop_token_ids
@@ -138,16 +139,17 @@ class SamplingParams:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        if self.stop is None:
+        given: Any = self.stop
+        if given is None:
             return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return tuple(given) if isinstance(given, Collection) and not isinstance(given, str) else (given,)
 
     @property
     def processors(self) -> tuple[LogitsProcessor, ...]:
-        given = self.logits_processors
+        given: Any = self.logits_processors
         if given is None:
             return ()
-        return (given,) if callable(given) else tuple(given)
+        return tuple(given) if isinstance(given, Collection) and not callable(given) else (given,)
 
     @property
     def is_greedy(self) -> bool:
@@ -419,7 +421,7 @@ class RowRound:
             self.logprobs = None if self.logprobs is None else self.logprobs[:num_kept]
         if num_kept < self.num_accepted:
             self.num_drafted = min(self.num_chain_accepted, num_kept)
-            self.num_accepted, self.alternative = num_kept, None
+            self.num_accepted, self.alternative, self.is_outside_vocab = num_kept, None, False
             self.confidences = self.confidences[: self.num_drafted]
             self.divergences = self.divergences[: self.num_drafted]
 
@@ -435,8 +437,8 @@ class RowRound:
 
     @property
     def num_judged(self) -> int:
-        """Judged drafted tokens: the accepted ones, and the first rejected one."""
-        return min(self.num_accepted + 1, self.num_drafted)
+        """Judged tokens of the draft without its branches: the accepted ones, and the first rejected one."""
+        return min(self.num_chain_accepted + 1, self.num_drafted)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from transformers import StopStringCriteria
 from selfspec.control.plan import Policy
 from selfspec.core import RoundOutput, Sequence, SpeculativeConfig
 from selfspec.decoding.engine import MAX_STEP_SECONDS, PAGE_SIZE, LLMEngine
-from selfspec.decoding.stats import SpecStats
+from selfspec.decoding.outputs import SpecStats
 from selfspec.drafting.datastore import Datastore
 from selfspec.errors import refuse_empty
 from selfspec.hf_call import Call
@@ -45,7 +45,7 @@ class SelfSpeculative:
             drafts up too; `Datastore.open(file, tokenizer)` also checks that it belongs to the tokenizer.
         streamer: belongs here, since `generate(streamer=...)` never hands it on. It gets the prompt, then each block
             of kept tokens (of several rows, each complete column), and always its end.
-        exact: run every call in constant shapes, so that not even a rounding depends on how tokens were drafted.
+        exact: not even a rounding depends on how tokens were drafted. It needs compiled layers, or fused ones on CUDA.
         stop_strings: texts that end a row once it holds one of them; they and the `tokenizer` belong here, since
             `generate(stop_strings=..., tokenizer=...)` keeps the tokenizer from a callable and then asks for it.
 

@@ -47,8 +47,8 @@ class LLM:
         quantize: "int8" or "int4": round the layers' weights (torchao), which makes it another model.
         backend: what runs the layers: "views" (the model's own modules), "compiled" (C++ for this machine, for
             Llama-shaped models on CPU), or "auto": compiled where it serves the model.
-        exact: run every call in constant shapes, so that speculation equals plain decoding bit for bit in half
-            precision, too; see `selfspec.model.exact`.
+        exact: speculation equals plain decoding bit for bit, in half precision, too: no bit depends on the other tokens
+            of a call. Compiled layers on CPU and fused layers on CUDA can do so; other models are refused.
         max_num_seqs: sequences decoded together; others wait.
         speculative: how drafts are made.
         prefix_cache: whether a prompt that begins like an earlier prompt or output uses its keys and values, and is

@@ -1,12 +1,14 @@
-"""What the tests decode with and check by: a policy that throws dice, transformers' generate as judge, and audits."""
+"""What tests decode with and check by: random policies, transformers' generate as judge, runs of engines, audits."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from collections.abc import Sequence as Several
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, Self
 
 import hypothesis
 import pytest
@@ -14,150 +16,178 @@ import torch
 from transformers import DynamicCache, LogitsProcessorList
 
 from selfspec.control.plan import (
-    LOOKUP,
     NUM_BINS,
     NUM_LOOKUP_BINS,
+    Alternatives,
     LookupTable,
-    Plan,
     Policy,
-    SecondChoices,
     ShadowPlan,
     SurvivalStop,
 )
-from selfspec.decoding.engine import Engine
-from selfspec.executors.cuda.exact_runner import install_exact
-from selfspec.model.exact import ExactStack
+from selfspec.core import (
+    LOOKUP,
+    Plan,
+    Request,
+    RoundOutput,
+    RowRound,
+    SamplingParams,
+    Sequence,
+    SpeculativeConfig,
+)
+from selfspec.decoding.engine import LLMEngine
+from selfspec.decoding.outputs import CompletionOutput
+from selfspec.loading.target import Target
 from tests.models import SHARED
-from tests.target import Target
 
 NEAR_TIE = 2e-5  # in standard deviations of the logits, about ten times what rounding moves them
+Audit = Callable[[LLMEngine], Any]
 
 
-def make_prompts(lengths, seed=0, vocab=96):
+def make_prompts(lengths: Several[int], seed: int = 0, vocab: int = 96) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(3, vocab) for _ in range(n)] for n in lengths]
 
 
-class Schedule(Policy):
-    """A policy that throws dice: any exit layer or lookup, any length per row, any stop rule, anew every round."""
+# ----------------------------------------------------------------------------------------------------------- policies
 
-    def __init__(self, seed, num_layers, longest=6, plain=True, confidences=(0.0, 0.0, 0.2, 0.6, 1.0), lookup=True):
+
+class Seen(Policy):
+    """Keeps what it observes."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Plan, list[RoundOutput]]] = []
+
+    def observe(self, plan: Plan, rounds: list[RoundOutput]) -> None:
+        self.seen.append((plan, rounds))
+
+    @property
+    def rows(self) -> list[RowRound]:
+        """Every row of every observed round."""
+        return [row for _, rounds in self.seen for round_ in rounds for row in round_.rows]
+
+
+class Always(Seen):
+    """A policy of one plan."""
+
+    def __init__(
+        self, exit_layer: int | None, longest: int, min_confidence: float = 0.0, num_rounds: int = 1, **more: Any
+    ) -> None:
+        super().__init__()
+        self.longest, self.made = longest, Plan(exit_layer, (), min_confidence, num_rounds=num_rounds, **more)
+
+    def plan(self, rows: list[Sequence]) -> Plan:
+        return replace(self.made, draft_lengths=(self.longest,) * len(rows))
+
+
+class Schedule(Seen):
+    """Random plans: any exit layer or lookup, any length per row, any stop rule, anew every round."""
+
+    def __init__(
+        self,
+        seed: int,
+        num_layers: int,
+        longest: int = 6,
+        plain: bool = True,
+        confidences: tuple[float, ...] = (0.0, 0.0, 0.2, 0.6, 1.0),
+        lookup: bool = True,
+    ) -> None:
+        super().__init__()
         self.random = random.Random(seed)
         self.exits = [*([None] if plain else []), *([LOOKUP] if lookup else []), *range(1, num_layers)]
         self.longest, self.confidences = longest, confidences
-        self.seen = []  # (plan, its rounds) of every program
 
-    def plan(self, rows):
+    def plan(self, rows: list[Sequence]) -> Plan:
         exit_layer = self.random.choice(self.exits)
         lengths = [0 if exit_layer is None else self.random.randint(0, self.longest) for _ in rows]
         return Plan(exit_layer, tuple(lengths), self.random.choice(self.confidences))
 
-    def observe(self, plan, rounds):
-        self.seen.append((plan, rounds))
-
-    @property
-    def outcomes(self):
-        """What the policy was told of every row of every round."""
-        return [outcome for _, rounds in self.seen for round_ in rounds for outcome in round_.rows]
-
 
 class Adversary(Schedule):
-    """Throws dice for the rest of a plan too, looks into prompts, and insists on being told what it asked for."""
+    """Random plans that use every field of a plan, probes of prompts too, and checks of what is observed.
 
-    def __init__(self, seed, num_layers, exact=None, most_rounds=6, **options):
+    Args:
+        most_rounds: of a plan.
+        eager: how often a plan asks for what the eager executor alone has: alternatives and divergences.
+    """
+
+    def __init__(
+        self, seed: int, num_layers: int, most_rounds: int = 6, eager: float = 0.5, copies: bool = True, **options: Any
+    ) -> None:
         super().__init__(seed, num_layers, **options)
-        self.dice, self.layers, self.exact = random.Random(seed), range(1, num_layers), exact
-        self.most_rounds = most_rounds
-        self.seeds = []  # (row, shadow) of every look into a prompt
-        self.shadows = []  # (row before the round, shadow, whether it was exact)
-        self.rows = ()
+        self.dice, self.layers = random.Random(seed), range(1, num_layers)
+        self.most_rounds, self.eager, self.copies = most_rounds, eager, copies
+        self.seeds: list[tuple[Sequence, Any]] = []  # (sequence, shadow picks) of every probe of a prompt
+        self.shadows: list[tuple[RowRound, int, bool]] = []  # with shadow picks, from which position, whether exact
+        self.planned: list[Sequence] = []
 
-    def seed_layers(self, row):
+    def seed_layers(self, row: Sequence) -> tuple[int, ...]:
         return self.some(self.layers, 0)
 
-    def seed(self, row, shadow):
+    def seed(self, row: Sequence, shadow: Any) -> None:
         self.seeds.append((row, shadow))
 
-    def some(self, things, least):
+    def some(self, things: Several[int], least: int) -> tuple[int, ...]:
         return tuple(sorted(self.dice.sample(things, self.dice.randint(least, len(things)))))
 
-    def plan(self, rows):
-        self.rows, plan, dice = rows, super().plan(rows), self.dice
-        calibration = tuple(dice.random() for _ in range(NUM_BINS))
-        stop = SurvivalStop(calibration, dice.random())
+    def plan(self, rows: list[Sequence]) -> Plan:
+        self.planned, plan, dice = rows, super().plan(rows), self.dice
+        drafts = bool(plan.exit_layer)
+        rates = tuple(dice.random() for _ in range(NUM_BINS))
         layers = self.some([layer for layer in self.layers if layer != plan.exit_layer], 1)
-        exact = dice.random() < 0.5 if self.exact is None else self.exact
-        shadow = ShadowPlan(layers, self.some(range(len(rows)), 0), dice.randint(1, 8), exact)
-        rule = SecondChoices(calibration, tuple(dice.random() for _ in range(NUM_BINS)), dice.choice([-1, 0.1]), 4)
+        shadow = ShadowPlan(layers, self.some(range(len(rows)), 0), dice.randint(1, 8), dice.random() < 0.5)
+        rule = Alternatives(rates, rates[::-1], dice.choice([-1, 0.05]), dice.choice([1, 3, 9]), dice.choice([0, 0.3]))
         return replace(
             plan,
-            second_choices=dice.choice([None, rule]) if plan.exit_layer else None,
-            stop=dice.choice([None, stop]),
+            stop=dice.choice([None, SurvivalStop(rates, dice.random())]),
             keep_confidence=dice.random() < 0.5,
-            keep_divergence=dice.random() < 0.5,
-            shadow=dice.choice([None, shadow, shadow, shadow]),
+            keep_divergence=dice.random() < self.eager,
+            shadow=shadow if dice.random() < 0.5 else None,
+            alternatives=rule if drafts and dice.random() < self.eager else None,
+            draft_vocab=dice.choice([None, 50]) if drafts else None,
+            draft_bits=dice.choice([None, 4]) if drafts and self.copies else None,
             lookups=dice.choice([None, self.some_lookups(rows)]) if plan.exit_layer != LOOKUP else None,
             num_rounds=dice.randint(1, self.most_rounds),
         )
 
-    def some_lookups(self, rows):
+    def some_lookups(self, rows: list[Sequence]) -> LookupTable:
         """A table that drafts little or much after any match, or nothing as long as that promises too little."""
         dice = self.dice
         lengths = tuple(tuple(dice.randint(-1, 6) for _ in range(NUM_LOOKUP_BINS)) for _ in rows)
         gains = tuple(tuple(max(0.0, n * dice.random()) for n in of_row) for of_row in lengths)
         return LookupTable(lengths, gains, tuple(dice.choice([-1.0, 0.5, 9.0]) for _ in range(dice.randint(1, 5))))
 
-    def observe(self, plan, rounds):
+    def observe(self, plan: Plan, rounds: list[RoundOutput]) -> None:
         super().observe(plan, rounds)
         assert 1 <= len(rounds) <= plan.num_rounds
-        rows = {row.request_id: (i, row) for i, row in enumerate(self.rows)}
-        assert [outcome.request_id for outcome in rounds[0].rows] == list(rows)
+        rows = [row.seq_id for row in self.planned]
+        assert [row.seq_id for row in rounds[0].rows] == rows
         for at, round_ in enumerate(rounds):
             assert round_.exit_layer in (None, LOOKUP, plan.exit_layer)
-            looked = [outcome.shadow is not None for outcome in round_.rows]
-            assert at == len(rounds) - 1 or not any(looked)  # a program ends with the round that looks at layers
-            for outcome in round_.rows:
-                self.check(plan, round_.exit_layer, *rows[outcome.request_id], outcome)
+            is_probed = any(row.shadow is not None for row in round_.rows)
+            assert at == len(rounds) - 1 or not is_probed  # a plan ends with the round that probes
+            for row in round_.rows:
+                self.check(plan, round_.exit_layer, rows.index(row.seq_id), row)
 
-    def check(self, plan, exit_layer, i, row, outcome):
+    def check(self, plan: Plan, exit_layer: int | None, i: int, row: RowRound) -> None:
         if exit_layer != LOOKUP:
-            assert outcome.num_drafted <= plan.draft_lengths[i] and not outcome.match
+            assert row.num_drafted <= plan.draft_lengths[i] and not row.match_length
         elif plan.lookups is not None and plan.exit_layer != LOOKUP:
-            assert outcome.num_drafted <= max(0, *plan.lookups.lengths[i])
+            assert row.num_drafted <= max(0, *plan.lookups.lengths[i])
         reads = plan.reads_confidence and exit_layer
-        assert len(outcome.confidences) == (outcome.num_drafted if reads else 0)
-        assert all(0 < confidence <= 1 for confidence in outcome.confidences)
+        assert len(row.confidences) == (row.num_drafted if reads else 0)
+        assert all(0 < confidence <= 1 for confidence in row.confidences)
         keeps = plan.keep_divergence and exit_layer
-        least = outcome.num_judged if keeps else 0  # more where an end cut the block
-        assert least <= len(outcome.divergences) <= (outcome.num_drafted if keeps else 0)
-        assert all(divergence > -1e-3 for divergence in outcome.divergences)
-        assert bool(outcome.match) >= (exit_layer == LOOKUP and outcome.num_drafted > 0)
-        if outcome.shadow is not None:
-            columns = {len(line) for line in (*outcome.shadow.hits, *outcome.shadow.confidences)}
-            assert outcome.shadow.layers == plan.shadow.layers and i in plan.shadow.rows
+        least = row.num_judged if keeps else 0  # more where an end cut the tokens
+        assert least <= len(row.divergences) <= (row.num_drafted if keeps else 0)
+        assert all(divergence > -1e-3 for divergence in row.divergences)
+        assert bool(row.match_length) >= (exit_layer == LOOKUP and row.num_drafted > 0)
+        if row.shadow is not None:
+            assert plan.shadow is not None
+            columns = {len(line) for line in (*row.shadow.hits, *row.shadow.confidences)}
+            assert row.shadow.layers == plan.shadow.layers and i in plan.shadow.rows
             assert len(columns) == 1 and max(columns) <= plan.shadow.max_columns
-            assert min(columns) >= min(outcome.num_accepted + 1, plan.shadow.max_columns)
-            self.shadows.append((row, outcome.shadow, plan.shadow.exact))
-
-
-class Always(Policy):
-    """A policy of one plan."""
-
-    def __init__(self, exit_layer, longest, min_confidence=0.0, num_rounds=1):
-        self.exit_layer, self.longest, self.min_confidence = exit_layer, longest, min_confidence
-        self.num_rounds = num_rounds
-
-    def plan(self, rows):
-        lengths = (self.longest,) * len(rows)
-        return Plan(self.exit_layer, lengths, self.min_confidence, num_rounds=self.num_rounds)
-
-
-class ShortBlocks(Target):
-    """A target whose exact mode has blocks so small that short prompts are read by wide ones too."""
-
-    @cached_property
-    def exact_stack(self):
-        return ExactStack(self.stack, rows=8, wide=16, install=install_exact)
+            assert min(columns) >= min(row.num_chain_accepted + 1, plan.shadow.max_columns)
+            self.shadows.append((row, row.sequence.num_tokens - len(row.token_ids), plan.shadow.exact))
 
 
 # ------------------------------------------------------------------------------------------------------------- judges
@@ -204,24 +234,24 @@ def refuse_ties(scores):
 
 
 @torch.inference_mode()
-def whole_cache(model, content):
+def whole_cache(model, token_ids):
     """Keys and values `[length, kv_heads, head_dim]` of every layer, from one plain forward of the model."""
     cache = DynamicCache()
-    model(input_ids=torch.tensor([content]), past_key_values=cache, use_cache=True)
+    model(input_ids=torch.tensor([token_ids]), past_key_values=cache, use_cache=True)
     return [(layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)) for layer in cache.layers]
 
 
 # ------------------------------------------------------------------------------------------------------------- audits
 
 
-def audit_cache(engine, model):
-    """Every row's keys and values, in every layer, are those of a plain forward over its content but the last token."""
-    for row in engine.rows:
+def audit_cache(engine: LLMEngine) -> None:
+    """Every row's keys and values, in every layer, are those of a plain forward over its tokens but the last one."""
+    for row in engine.running:
         if row.num_cached == 0:
             continue
-        is_ready = len(row.content) > row.num_prompt_tokens
-        assert row.num_cached == len(row.content) - 1 if is_ready else row.num_cached < len(row.content)
-        expected = whole_cache(model, row.content[: row.num_cached])
+        is_ready = row.num_tokens > row.num_prompt_tokens
+        assert row.num_cached == row.num_tokens - 1 if is_ready else row.num_cached < row.num_tokens
+        expected = whole_cache(engine.stack.model, row.token_ids[: row.num_cached])
         assert len(expected) == engine.stack.num_layers
         for layer, (keys, values) in enumerate(expected):
             got_keys, got_values = engine.cache.read(layer, row.pages, row.num_cached)
@@ -229,62 +259,177 @@ def audit_cache(engine, model):
             torch.testing.assert_close(got_values, values, rtol=1e-3, atol=1e-4, msg=_where("values", row, layer))
 
 
-def _where(what, row, layer):
+def _where(what: str, row: Sequence, layer: int) -> Callable[[str], str]:
     return lambda text: f"{what} of row {row.request_id} in layer {layer}: {text}"
 
 
-def audit_pages(engine):
-    """Every page is free or owned by one running row, and no row runs that has ended."""
-    owned = [page for row in engine.rows for page in row.pages]
+def audit_pages(engine: LLMEngine) -> None:
+    """No row runs that has ended; without a prefix cache every page is free or owned by one running row."""
+    assert not any(row.is_finished for row in engine.running) and engine.num_running <= engine.max_num_seqs
+    if engine.prefix is not None:
+        return
+    owned = [page for row in engine.running for page in row.pages]
     assert len({*owned}) == len(owned) == engine.cache.num_pages - engine.cache.num_free_pages
     assert {*owned} <= {*range(engine.cache.num_pages)}
-    assert all(row.finish_reason is None for row in engine.rows)
-    assert len(engine.rows) <= engine.max_batch_size
-    for row in engine.rows:
-        assert len(row.pages) == engine.cache.pages_for(row.num_prompt_tokens + row.stopper.max_new_tokens - 1)
+    for row in engine.running:
+        assert len(row.pages) == engine.cache.pages_for(row.max_length - 1)
 
 
-class Outcome(NamedTuple):
-    completions: dict  # request id -> Completion
-    rounds: list
+# ------------------------------------------------------------------------------------------------------------- engines
 
 
-def drain(engine, audit=None, before=(), most_steps=2000):
-    """Step until nothing is left to do, with an audit after every step; `before` are the rounds there were already."""
-    rounds = list(before)
-    while engine.has_work:
-        assert len(rounds) < most_steps, "the engine makes no progress"
-        rounds += engine.step()
-        audit_pages(engine)
-        if audit is not None:
-            audit(engine)
-    assert engine.cache.num_free_pages == engine.cache.num_pages
-    done = [row.completion for round_ in rounds for row in round_.rows if row.completion is not None]
-    completions = {completion.request_id: completion for completion in done}
-    assert len(done) == len(completions), "a request ended twice"
-    check_rounds(rounds, completions)
-    return Outcome(completions, rounds)
+def engine_of(
+    target: Target,
+    policy: Policy | SpeculativeConfig | str = "plain",
+    *,
+    max_num_seqs: int = 8,
+    max_num_cached_tokens: int = 1024,
+    **options: Any,
+) -> LLMEngine:
+    """An engine of an opened model, as `LLM.engine` makes it, with all options of `LLMEngine`.
+
+    Args:
+        policy: default: plain decoding.
+    """
+    config = policy if isinstance(policy, SpeculativeConfig) else SpeculativeConfig(policy=policy)
+    made = target.policy(config, max_num_seqs)
+    sizes = {"max_num_seqs": max_num_seqs, "max_num_cached_tokens": max_num_cached_tokens}
+    return LLMEngine(target.refresh(), made, target.defaults, **sizes, **options)
 
 
-def check_rounds(rounds, completions):
-    """Statistics, tokens and text of every completion are what its rounds add up to, counted here once more."""
-    for request_id, completion in completions.items():
-        steps = [row for round_ in rounds for row in round_.rows if row.request_id == request_id]
-        assert [token for row in steps for token in row.tokens] == completion.tokens
-        assert "".join(row.text for row in steps) == completion.text
-        assert [row.completion is None for row in steps] == [True] * (len(steps) - 1) + [False]
-        histogram = {}
-        for row in steps:
-            assert row.num_accepted == _common(row.drafted, row.tokens)
-            assert len(row.tokens) - row.num_accepted in ((0, 1) if row.completion else (1,))
-            if row.drafted:
-                histogram.setdefault(len(row.drafted), []).append(row.num_accepted)
-        stats = completion.stats
-        counted = {d: sorted(counts.elements()) for d, counts in stats.acceptance_histogram_by_draft_length.items()}
-        assert counted == {d: sorted(accepted) for d, accepted in histogram.items()}
-        assert stats.num_plain_steps == sum(bool(row.tokens) and not row.drafted for row in steps)
-        assert stats.num_generated_tokens == len(completion.tokens)
-        check_stats(stats)
+class Run:
+    """Steps an engine and keeps what came of its requests, each of one output. Pages are audited after every step."""
+
+    def __init__(self, engine: LLMEngine, audit: Audit | None = None) -> None:
+        self.engine, self.audit = engine, audit
+        self.rounds: list[RoundOutput] = []
+        self.sequences: dict[str, Sequence] = {}  # that have ended, by request id
+        self._parts: dict[str, list[CompletionOutput]] = {}
+        self._num_added = self._num_seen = 0
+
+    def add(self, prompt: Any, params: SamplingParams | None = None) -> str:
+        """The id of a new request: "0", "1", ..."""
+        request_id, self._num_added = str(self._num_added), self._num_added + 1
+        self.engine.add_request(request_id, prompt, params)
+        return request_id
+
+    def step(self) -> list[RoundOutput]:
+        for output in self.engine.step(self.rounds.append):
+            self._parts.setdefault(output.request_id, []).extend(output.outputs)
+        new, self._num_seen = self.rounds[self._num_seen :], len(self.rounds)
+        for row in (row for round_ in new for row in round_.rows if row.finish_reason is not None):
+            assert row.sequence.request_id not in self.sequences, "a request ended twice"
+            self.sequences[row.sequence.request_id] = row.sequence
+        audit_pages(self.engine)
+        if self.audit is not None:
+            self.audit(self.engine)
+        return new
+
+    def finish(self, most_steps: int = 2000, check: bool = True) -> Self:
+        """Step until nothing is left to do, and check what came of every request against its rounds.
+
+        Args:
+            check: False for rows that an interrupt or error ended in the midst of a round.
+        """
+        for _ in range(most_steps):
+            if not self.engine.has_unfinished_requests():
+                break
+            self.step()
+        assert not self.engine.has_unfinished_requests(), "the engine makes no progress"
+        assert self.engine.num_pages_in_use == 0 and not self.engine.running
+        for request_id in self.sequences if check else ():
+            check_rounds(self, request_id)
+        return self
+
+    def output(self, request_id: str) -> CompletionOutput:
+        """The whole output of a request that has ended."""
+        parts = self._parts[request_id]
+        scored = parts[-1].logprobs is not None
+        return replace(
+            parts[-1],
+            text="".join(part.text for part in parts),
+            token_ids=[token for part in parts for token in part.token_ids],
+            logprobs=[row for part in parts for row in part.logprobs or ()] if scored else None,
+            cumulative_logprob=sum(part.cumulative_logprob or 0.0 for part in parts) if scored else None,
+        )
+
+    @property
+    def outputs(self) -> list[CompletionOutput]:
+        """Of the requests that have ended, in the order in which they were added."""
+        return [self.output(str(at)) for at in range(self._num_added) if str(at) in self.sequences]
+
+    def rows(self, request_id: str) -> list[RowRound]:
+        """What a request got, round by round."""
+        return [row for round_ in self.rounds for row in round_.rows if row.sequence.request_id == request_id]
+
+
+def decode(
+    target: Target,
+    prompts: Several[Any],
+    policy: Policy | SpeculativeConfig | str = "plain",
+    params: SamplingParams | list[SamplingParams] | None = None,
+    *,
+    audit: Audit | None = None,
+    **options: Any,
+) -> list[CompletionOutput]:
+    """Outputs in the order of the prompts, through an engine of their own; see `run`."""
+    return run(target, prompts, policy, params, audit=audit, **options).outputs
+
+
+def run(
+    target: Target,
+    prompts: Several[Any],
+    policy: Policy | SpeculativeConfig | str = "plain",
+    params: SamplingParams | list[SamplingParams] | None = None,
+    *,
+    audit: Audit | None = None,
+    **options: Any,
+) -> Run:
+    """A finished run of requests that come together.
+
+    Args:
+        prompts: token ids, texts, or `Request`s, which have their parameters.
+        params: of all prompts, or one for each.
+        options: of `engine_of`.
+    """
+    made = Run(engine_of(target, policy, **options), audit)
+    several = params if isinstance(params, list) else [params] * len(prompts)
+    for prompt, own in zip(prompts, several, strict=True):
+        made.add(prompt, own)
+    return made.finish()
+
+
+def tokens_of(outputs: Several[CompletionOutput]) -> list[list[int]]:
+    return [output.token_ids for output in outputs]
+
+
+def request(prompt: Several[int], params: SamplingParams | None = None, **more: Any) -> Request:
+    """A complete request without end-of-text tokens: nothing of the model's generation config applies."""
+    return Request(list(prompt), params or SamplingParams(), **more)
+
+
+# ---------------------------------------------------------------------------------------------------------- statistics
+
+
+def check_rounds(made: Run, request_id: str) -> None:
+    """Statistics, tokens and text of an output are what its rounds add up to, counted here once more."""
+    output, rows = made.output(request_id), made.rows(request_id)
+    assert [token for row in rows for token in row.token_ids] == output.token_ids
+    assert output.token_ids == made.sequences[request_id].completion_token_ids
+    assert "".join(str(row.text) for row in rows) == output.text
+    assert [row.finish_reason for row in rows] == [None] * (len(rows) - 1) + [output.finish_reason]
+    histogram: dict[int, list[int]] = {}
+    for row in rows:
+        assert row.num_accepted == _num_common(row.drafted, row.token_ids)
+        assert len(row.token_ids) - row.num_accepted in ((0, 1) if row.finish_reason else (1,))
+        if row.drafted:
+            histogram.setdefault(len(row.drafted), []).append(row.num_accepted)
+    stats = output.stats
+    counted = {d: sorted(counts.elements()) for d, counts in stats.acceptance_histogram_by_draft_length.items()}
+    assert counted == {d: sorted(accepted) for d, accepted in histogram.items()}
+    assert stats.num_plain_steps == sum(bool(row.token_ids) and not row.drafted for row in rows)
+    assert stats.num_generated_tokens == len(output.token_ids)
+    check_stats(stats)
 
 
 def check_stats(stats):
@@ -302,25 +447,6 @@ def check_stats(stats):
             assert joint == pytest.approx(before * conditional)
 
 
-def _common(drafted, tokens):
-    return next(
-        (i for i, (a, b) in enumerate(zip(drafted, tokens, strict=False)) if a != b), min(len(drafted), len(tokens))
-    )
-
-
-def decode(target, prompts, policy, audit=None, engine=None, **options):
-    """Completions in the order of the prompts, through an engine of its own, audited after every step.
-
-    Args:
-        engine: the engine's options, such as page_size.
-        options: those of a request; a list holds one per prompt.
-    """
-    settings = {"max_batch_size": 8, "max_cached_tokens": 1024, **(engine or {})}
-    made = Engine(target, policy=policy, **settings)
-    ids = []
-    for i, prompt in enumerate(prompts):
-        own = {name: value[i] if isinstance(value, list) else value for name, value in options.items()}
-        ids.append(made.submit(prompt, **own))
-    completions, _ = drain(made, audit)
-    assert sorted(completions) == ids
-    return [completions[i] for i in ids]
+def _num_common(drafted: list[int], tokens: list[int]) -> int:
+    pairs = enumerate(zip(drafted, tokens, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(drafted), len(tokens)))

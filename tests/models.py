@@ -104,9 +104,9 @@ def rounded(model):
 
 
 @cache
-def tiny(family, attn=None, seed=0, engine="auto"):
+def tiny(family, attn=None, seed=0, backend="auto"):
     """A tiny target, shared: nothing that decodes may change it, so that what its model generates is kept, too."""
-    target = Target(build(family, attn, seed), engine=engine)
+    target = Target(build(family, attn, seed), backend=backend)
     SHARED.append(target.model)
     return target
 

@@ -17,7 +17,7 @@ from selfspec.cli.drafts import Piece, PieceCutter, legend, paint, picture
 from selfspec.cli.session import STAGES, Run
 from selfspec.control.plan import NUM_BINS, SurvivalStop
 from selfspec.core import Plan, Request, RoundOutput, RowRound, Sequence, StageSeconds
-from selfspec.decoding.stats import SpecStats
+from selfspec.decoding.outputs import SpecStats
 from tests import cli_fixtures
 
 model_folder = cli_fixtures.model_folder

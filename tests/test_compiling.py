@@ -11,6 +11,7 @@ import pytest
 
 from selfspec.kernels import compiler
 
+pytestmark = pytest.mark.slow  # sessions of pytest of their own
 SUITE = """
 import os
 import pytest
@@ -58,7 +59,7 @@ def program(path, lines):
 
 @pytest.mark.parametrize(
     "arguments",
-    [pytest.param(SERIAL, id="one process"), pytest.param(WORKERS, id="two workers", marks=pytest.mark.slow)],
+    [pytest.param(SERIAL, id="one process"), pytest.param(WORKERS, id="two workers")],
 )
 def test_a_build_that_fails_fails_the_session_with_the_compilers_message(tmp_path, arguments):
     broken = program(tmp_path / "broken++", "echo 'body.cpp:7: error: no such type' >&2\nexit 1\n")
@@ -73,7 +74,6 @@ def test_without_a_compiler_what_needs_one_is_skipped_and_the_rest_runs(tmp_path
     assert "needs a C++ compiler, and neither $CXX nor g++ nor clang++ was found" in printed
 
 
-@pytest.mark.slow
 def test_workers_and_later_sessions_share_one_build(tmp_path):
     made = compiler.library()._name  # the path it was loaded from
     counting = program(

@@ -84,7 +84,7 @@ def test_adapters_of_weights_are_served(kind):
     model = adapted(kind, **OF_WEIGHTS[kind])
     wanted = theirs(model)
     assert ours(model) == wanted != theirs(build("llama", eos_token_id=None, pad_token_id=0))
-    assert load(model).generate(IDS, max_new_tokens=NEW, exit_layer=2)[0].tokens == wanted[0]
+    assert load(model).generate(IDS, max_tokens=NEW, exit_layer=2)[0].token_ids == wanted[0]
 
 
 def test_invocation_tokens_are_refused():

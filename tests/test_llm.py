@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +15,12 @@ import torch
 
 import selfspec
 from selfspec import LLM, SamplingParams, SpeculativeConfig
-from tests.helpers import Schedule, generate, make_prompts
+from selfspec.drafting.datastore import Datastore
+from selfspec.drafting.datastore_build import build as build_datastore
+from selfspec.errors import DatastoreError
+from selfspec.loading.target import Target
+from selfspec.model.fingerprint import vocabulary_of
+from tests.helpers import Run, Schedule, generate, make_prompts
 from tests.models import EOS, build
 from tests.tokenizers import byte_tokenizer
 
@@ -104,7 +112,7 @@ def test_what_is_streamed_adds_up_to_what_is_generated(speaker):
 def test_rounds_are_handed_to_who_asks_for_them(model):
     seen = []
     [output] = thrown(model).generate(PROMPTS[0], SamplingParams(max_tokens=20), on_round=seen.append)
-    assert [token for round_ in seen for row in round_.rows for token in row.tokens] == output.outputs[0].token_ids
+    assert [token for round_ in seen for row in round_.rows for token in row.token_ids] == output.outputs[0].token_ids
     assert any(row.drafted for round_ in seen for row in round_.rows)
     assert all(round_.seconds.total > 0 for round_ in seen)
 
@@ -210,22 +218,18 @@ def test_requests_do_not_learn_of_each_other_where_that_is_turned_off(model):
 
 def asked(engine, prompt, params):
     """The output of an engine's request, and the tokens of its prompt that were in the cache."""
-    rounds, tokens, logprobs = [], [], []
-    engine.add_request("a", prompt, params)
-    while engine.has_unfinished_requests():
-        for output in engine.step(rounds.append):
-            tokens += output.outputs[0].token_ids
-            logprobs += output.outputs[0].logprobs
-    [done] = [row.completion for round_ in rounds for row in round_.rows if row.completion is not None]
-    return (tokens, logprobs), done.num_cached_tokens
+    run = Run(engine)
+    name = run.add(prompt, params)
+    done = run.finish().output(name)
+    return (done.token_ids, done.logprobs), done.num_cached_tokens
 
 
-@pytest.mark.parametrize("way", ["compiled", "exact", "views", "off", "edited", "inference"])
+@pytest.mark.parametrize("way", ["compiled", "views", "off", "edited", "inference"])
 def test_an_engine_reads_the_document_of_two_questions_once_where_no_bit_can_change(way):
     with torch.inference_mode(way == "inference"):
         model = build("llama")
     assert model.lm_head.weight.is_inference() == (way == "inference")
-    how = {"backend": "views" if way == "views" else "compiled", "exact": way == "exact"}
+    how = {"backend": "views" if way == "views" else "compiled"}
     llm = LLM(model, **how, speculative=SpeculativeConfig(**PLD), prefix_cache=False if way == "off" else None)
     document, params = make_prompts([40])[0], SamplingParams(max_tokens=12, logprobs=2, ignore_eos=True)
     engine = llm.engine(max_num_seqs=2, max_num_cached_tokens=128)
@@ -235,7 +239,7 @@ def test_an_engine_reads_the_document_of_two_questions_once_where_no_bit_can_cha
         with torch.inference_mode(way == "inference"), torch.no_grad():
             model.model.layers[1].mlp.up_proj.weight.mul_(1.5)
     second, found = asked(engine, [*document, 7, 8, 9], params)
-    assert found == (40 if way in ("compiled", "exact") else 0)
+    assert found == (40 if way == "compiled" else 0)
     plain = LLM(model, **how, speculative=SpeculativeConfig(policy="plain"))
     wanted, _ = asked(plain.engine(), [*document, 7, 8, 9], params)
     assert (second == wanted or (way == "views" and second[0] == wanted[0])) and second != first
@@ -314,6 +318,7 @@ def test_a_step_that_raises_loses_no_output(model):
     engine.add_request("a", PROMPTS[0], params)  # the name is free again
 
 
+@pytest.mark.slow  # a process imports torch
 def test_a_stream_may_be_left_open_when_the_program_ends():
     code = (
         "import selfspec; s = selfspec.LLM('demo', backend='views').stream('def f(', sampling); print(next(s).finished)"
@@ -394,7 +399,10 @@ def test_logprobs_are_the_targets_whatever_drafted(speaker):
         (lambda m: SamplingParams(n=0), "n must be a whole number of at least 1, got 0"),
         (lambda m: SamplingParams(max_tokens=0), "max_tokens must be a whole number of at least 1, got 0"),
         (lambda m: SamplingParams(speculative=1), "speculative must be True or False, got 1"),
-        (lambda m: SpeculativeConfig(policy="fast"), "policy must be one of adaptive, .*, got 'fast'"),
+        (
+            lambda m: LLM(m, speculative=SpeculativeConfig(policy="fast")),
+            "policy must be one of adaptive, .*, got 'fast'",
+        ),
         (lambda m: SpeculativeConfig(exit_layer=0), "exit_layer must be a whole number of at least 1, got 0"),
         (lambda m: SpeculativeConfig(drafters="exit"), "drafters must be some of exit, .*, got 'exit'"),
         (lambda m: SpeculativeConfig(drafters=["early"]), "drafters must be some of"),
@@ -403,11 +411,17 @@ def test_logprobs_are_the_targets_whatever_drafted(speaker):
         (lambda m: SpeculativeConfig(policy="pld", drafters=["exit"]), "drafters are those of the policy adaptive"),
         (lambda m: SpeculativeConfig(exit_layer=2, drafters=["exit"]), "drafters are those of the policy adaptive"),
         (lambda m: SpeculativeConfig(drafters=5), "drafters must be some of"),
-        (lambda m: SpeculativeConfig(policy=["adaptive"]), "policy must be one of adaptive, .*, got"),
-        (lambda m: SpeculativeConfig(learn=5), "learn must be True, False or a selfspec.learn.Learner, got 5"),
+        (
+            lambda m: LLM(m, speculative=SpeculativeConfig(policy=["adaptive"])),
+            "policy must be one of adaptive, .*, got",
+        ),
+        (
+            lambda m: LLM(m, speculative=SpeculativeConfig(learn=5)),
+            "learn must be True, False or a selfspec.learn.Learner, got 5",
+        ),
         (lambda m: LLM(m, exact="yes"), "exact must be True or False, got 'yes'"),
         (lambda m: LLM(m).engine(max_num_seqs=0), "max_num_seqs must be a whole number of at least 1, got 0"),
-        (lambda m: LLM(m).engine().add_request("a", [5], {"n": 1}), "sampling_params must be a SamplingParams"),
+        (lambda m: LLM(m).engine().add_request("a", [5], {"n": 1}), "params must be a SamplingParams or None, got"),
         (
             lambda m: LLM(m).engine(max_num_cached_tokens=0),
             "max_num_cached_tokens must be a whole number of at least 1",
@@ -428,7 +442,31 @@ def test_logprobs_are_the_targets_whatever_drafted(speaker):
         (lambda m: LLM(m).generate([[5]], {"n": 2}), "sampling_params must be a SamplingParams or a list of them"),
         (lambda m: LLM(m).generate([[5]], [SamplingParams()] * 2), r"one per prompt \(1\), got 2"),
         (lambda m: LLM(m).generate([[5]], SamplingParams(n=2)), "n must be 1 with greedy decoding"),
-        (lambda m: SamplingParams(top_p=2.0), "top_p must lie in"),
+        (lambda m: SamplingParams(top_p=2.0), r"top_p must be a number in \(0, 1\] \(1 keeps all tokens\), got 2.0"),
+        (lambda m: SamplingParams(top_p=0.0), "top_p must be a number in .* got 0.0"),
+        (lambda m: SamplingParams(top_k=-2), "top_k must be a whole number of at least 0, got -2"),
+        (lambda m: SamplingParams(min_p=1.5), r"min_p must be a number in \[0, 1\] .* got 1.5"),
+        (lambda m: SamplingParams(temperature=math.nan), r"temperature must be a number of at least 0 .* got nan"),
+        (lambda m: SamplingParams(temperature="1"), "temperature must be a number of at least 0 .* got '1'"),
+        (lambda m: SamplingParams(temperature=-1.0), "temperature must be a number of at least 0 .* got -1.0"),
+        (lambda m: SamplingParams(seed=1 << 63), "seed must be a 64-bit integer, got 9223372036854775808"),
+        (lambda m: SamplingParams(stop=["x", ""]), "stop must hold non-empty texts, got ''"),
+        (lambda m: SamplingParams(stop=3), "stop must hold non-empty texts, got 3"),
+        (lambda m: SamplingParams(stop_token_ids="ab"), "stop_token_ids must be a list of token ids or None, got 'ab'"),
+        (lambda m: SamplingParams(ignore_eos=1), "ignore_eos must be True or False, got 1"),
+        (lambda m: SamplingParams(logits_processors=3), "logits_processors must be functions, got 3"),
+        (lambda m: SamplingParams(frequency_penalty=math.nan), r"frequency_penalty must be .* \[-2, 2\] .* got nan"),
+        (lambda m: SamplingParams(no_repeat_ngram_size=-1), "no_repeat_ngram_size must be a whole .* got -1"),
+        (lambda m: SpeculativeConfig(num_speculative_tokens=-1), "num_speculative_tokens must be a whole .* got -1"),
+        (lambda m: LLM(m).generate([[5] * 128]), "prompt has 128 tokens .* holds 128; shorten it by at least 1"),
+        (lambda m: LLM(m).generate([[5, -1]]), r"token ids must lie in 0\.\.95, the model's vocabulary, got -1"),
+        (lambda m: LLM(m).generate([[5, 96]]), r"token ids must lie in 0\.\.95, the model's vocabulary, got 96"),
+        (lambda m: LLM(m).generate([[5], None]), "prompts must be texts or lists of token ids, got a NoneType"),
+        (lambda m: LLM(m).generate([[5]], SamplingParams(stop="x")), "stop needs a tokenizer to turn tokens into text"),
+        (
+            lambda m: LLM(m, speculative=SpeculativeConfig(exit_layer=4)).generate([[5]]),
+            r"exit_layer must lie in 1\.\.3 for this model, got 4",
+        ),
         (lambda m: SamplingParams(repetition_penalty=0), "repetition_penalty must be"),
         (lambda m: SamplingParams(presence_penalty=3), r"presence_penalty must be a number in \[-2, 2\]"),
         (lambda m: LLM(m).generate([[5]], SamplingParams(logprobs=21)), "logprobs must"),
@@ -446,7 +484,8 @@ def test_bad_input_is_refused_in_one_sentence(model, make, message):
 
 
 def test_the_version_is_that_of_the_changelog():
-    assert selfspec.__version__ == "0.2.0"
+    changelog = (Path(__file__).parents[1] / "CHANGELOG.md").read_text("utf-8")
+    assert selfspec.__version__ == re.findall(r"^## \[(\d[^]]*)\]", changelog, re.MULTILINE)[0]
 
 
 def test_log_probabilities_of_a_prompt_come_once_for_all_of_its_outputs(speaker):
@@ -460,3 +499,94 @@ def test_log_probabilities_of_a_prompt_come_once_for_all_of_its_outputs(speaker)
     assert speaker.generate("abc", SamplingParams(max_tokens=3))[0].prompt_logprobs is None
     with pytest.raises(ValueError, match="prompt_logprobs must be at most 20"):
         speaker.generate("abc", SamplingParams(prompt_logprobs=21))
+
+
+def test_importing_the_package_imports_neither_torch_nor_transformers():
+    code = (
+        "import sys, selfspec; heavy = [m for m in ('torch', 'transformers', 'numpy') if m in sys.modules]; "
+        "assert not heavy, heavy; assert selfspec.__version__; "
+        "selfspec.UnsupportedModelError; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", selfspec.__all__)
+def test_every_public_name_is_there_and_documented(name):
+    assert getattr(selfspec, name).__doc__
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'selfspec' has no attribute 'lead'"):
+        selfspec.lead  # noqa: B018
+
+
+def test_drafts_are_looked_up_in_a_corpus_and_tokens_stay_the_same(speaker, tmp_path):
+    file, ids, params = tmp_path / "own.store", speaker.tokenizer("abc")["input_ids"], SamplingParams(max_tokens=60)
+    [wanted] = speaker.with_speculative(SpeculativeConfig(policy="plain")).generate("abc", params)
+    tokens = wanted.outputs[0].token_ids
+    build_datastore(file, [ids + tokens], vocabulary_of(speaker.tokenizer), 257)
+    for corpus in (file, str(file), Datastore.open(file)):
+        pld = SpeculativeConfig(policy="pld", num_speculative_tokens=7, corpus=corpus)
+        [done] = speaker.with_speculative(pld).generate("abc", SamplingParams(max_tokens=40))
+        assert done.outputs[0].token_ids == tokens[:40]
+        assert done.outputs[0].stats.mean_acceptance_length == 8
+    adaptive = speaker.with_speculative(SpeculativeConfig(corpus=file))
+    assert tokens_of(adaptive.generate("abc", params)) == [[tokens]]
+
+
+def test_a_corpus_that_is_not_there_or_of_another_model_is_refused(speaker, tmp_path):
+    file = tmp_path / "other.store"
+    llm = speaker.with_speculative(SpeculativeConfig(corpus=file))
+    with pytest.raises(FileNotFoundError, match="there is no"):
+        llm.generate("abc")
+    build_datastore(file, [[1, 2, 3]], "another", 257)
+    with pytest.raises(DatastoreError, match="built with another tokenizer"):
+        llm.generate("abc")
+    build_datastore(file, [[1, 2, 300]], vocabulary_of(speaker.tokenizer), 301)
+    with pytest.raises(DatastoreError, match="a vocabulary of 301 tokens and the model one of 257; build it again"):
+        llm.generate("abc")
+
+
+def test_defaults_stored_with_the_model_are_used():
+    model = build("llama")
+    assert (Target(model).default_exit_layer, Target(model).default_num_speculative_tokens) == (None, None)
+    model.generation_config.exit_layer, model.generation_config.num_speculative_tokens = 3, 2
+    for config, planned in (({"policy": "fixed"}, (3, (2,))), ({"exit_layer": 1}, (1, (2,)))):
+        rounds, llm = [], LLM(model, speculative=SpeculativeConfig(**config))
+        llm.generate(PROMPTS[0], SamplingParams(max_tokens=9), on_round=rounds.append)
+        assert (rounds[0].plan.exit_layer, rounds[0].plan.draft_lengths) == planned
+
+
+def test_ends_of_text_are_the_generation_configs_else_the_configs_else_the_tokenizers():
+    model = build("llama")
+    assert Target(model).eos_token_ids == {EOS}
+    model.generation_config.eos_token_id = [5, 7]
+    assert Target(model).eos_token_ids == {5, 7}
+    model.generation_config.eos_token_id = None
+    assert Target(model).eos_token_ids == {EOS}
+    model.config.eos_token_id = None
+    assert Target(model).eos_token_ids == frozenset()
+    assert Target(model, byte_tokenizer()).eos_token_ids == {256}
+
+
+def test_a_prompt_of_all_but_one_token_of_the_context_leaves_one(model):
+    [done] = LLM(model).generate(make_prompts([127]), SamplingParams(max_tokens=9))
+    assert (len(done.outputs[0].token_ids), done.outputs[0].finish_reason) == (1, "length")
+
+
+def test_a_tensor_of_token_ids_is_a_batch_of_prompts(model):
+    given, params = torch.tensor([[5, 6, 7], [8, 9, 10]]), SamplingParams(max_tokens=5)
+    llm = LLM(model)
+    assert tokens_of(llm.generate(given, params)) == tokens_of(llm.generate(given.tolist(), params))
+
+
+def test_an_engine_refuses_what_is_out_of_range_and_goes_on(model):
+    engine = LLM(model).engine()
+    engine.add_request("a", [7], SamplingParams(max_tokens=3))
+    with pytest.raises(ValueError, match="prompt is empty"):
+        engine.add_request("b", [])
+    assert engine.num_waiting == 1
+    run = Run(engine)
+    run.add([8], SamplingParams(max_tokens=3))
+    run.finish(check=False)
+    assert {*run.sequences} == {"a", "0"}

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import selfspec
-from selfspec import hub
+from selfspec.loading import hub
 from selfspec.model.kv_cache import PackedRows, Span
 
 QUESTIONS = Path(__file__).parents[2] / "shared" / "data" / "spec_bench" / "question.jsonl"

@@ -1,4 +1,4 @@
-"""Train a model, or exit heads for one: `python -m train CONFIG [section.key=value ...] [--resume | --export-only]`.
+"""Train a model, or exit heads for one: `python -m train CONFIG [--section.key VALUE ...] [--resume | --export-only]`.
 
 A configuration with a section `heads` trains exit heads (configs/train/exit_heads.yaml), any other one a model.
 Exit code 2: the configuration or another input is bad; 1: the run failed after it had started; 130: interrupted.
@@ -13,51 +13,35 @@ import shlex
 import sys
 from pathlib import Path
 
+from selfspec.configuration import add_flags, build, flags_given, read_values, read_yaml
 from train.config import TrainConfig, parse_config
-from train.config_file import read_file
 from train.errors import RunFailed
-from train.heads_config import HeadsRun, parse_heads
+from train.heads_config import HeadsRun
 
-MODEL_OPTIONS = {"steps": "run.max_steps", "output": "run.output", "export": "run.export", "notes": "run.notes"}
-HEADS_OPTIONS = {"steps": "training.steps", "output": "heads.output", "model": "heads.model"}
-"""Options that stand for a key: of a run that trains a model, and of one that trains exit heads."""
+SHORT = ("run.output", "run.export", "run.notes", "heads.model", "heads.output")  # also --output and so on
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m train", description=__doc__)
-    parser.add_argument("config", help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="another value of a key")
-    start = parser.add_mutually_exclusive_group()
-    start.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in the output folder")
-    start.add_argument("--export-only", action="store_true", help="export the newest checkpoint, train nothing")
-    parser.add_argument("--steps", type=int, help="run.max_steps or training.steps")
-    parser.add_argument("--output", help="run.output or heads.output")
-    parser.add_argument("--model", help="heads.model")
-    parser.add_argument("--export", help="run.export")
-    parser.add_argument("--notes", help="run.notes, such as hardware and time for the model card")
-    return parser.parse_intermixed_args(arguments)
-
-
-def read_config(options: argparse.Namespace) -> TrainConfig | HeadsRun:
-    """Read the configuration, with everything that the command line changes in it.
+def read_arguments(arguments: list[str]) -> tuple[TrainConfig | HeadsRun, argparse.Namespace]:
+    """Read the command line and the configuration that it names.
 
     Raises:
-        ValueError: the file cannot be read, a key has a bad value, or an option is of the other kind of run.
+        ValueError: the file cannot be read, or a key has a bad value.
     """
-    content = read_file(options.config, options.overrides)
-    heads = "heads" in content
-    keys, others = (HEADS_OPTIONS, MODEL_OPTIONS) if heads else (MODEL_OPTIONS, HEADS_OPTIONS)
-    given = {name: value for name, value in vars(options).items() if name in keys | others and value is not None}
-    for name in [*given, *(["export-only"] if heads and options.export_only else [])]:
-        if name not in keys:
-            where = f"configurations {'with' if heads else 'without'} a section heads"
-            raise ValueError(f"--{name} is no option for {where}; leave it out")
-        section, key = keys[name].split(".")
-        content[section] = {**(content.get(section) or {}), key: given[name]}
-    try:
-        return parse_heads(content) if heads else parse_config(content)
-    except ValueError as error:
-        raise ValueError(f"{options.config}: {error}") from error
+    file = next((each for each in arguments if not each.startswith("-")), None)
+    kind = HeadsRun if file is not None and "heads" in read_yaml(file) else TrainConfig
+    raw = argparse.RawDescriptionHelpFormatter
+    usage = "python -m train CONFIG [--section.key VALUE ...] [--resume | --export-only]"
+    parser = argparse.ArgumentParser("train", usage, __doc__, formatter_class=raw, allow_abbrev=False)
+    parser.add_argument("config", help="YAML file with the keys below; it comes before all flags")
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in the output folder")
+    if kind is TrainConfig:
+        text = "export the newest checkpoint, train nothing"
+        start.add_argument("--export-only", action="store_true", help=text)
+    add_flags(parser, kind, SHORT)
+    options = parser.parse_args(arguments)
+    values = read_values(kind, options.config, flags_given(options))
+    return (build(HeadsRun, values) if kind is HeadsRun else parse_config(values)), options
 
 
 def run(config: TrainConfig, options: argparse.Namespace, command: str) -> None:
@@ -91,9 +75,8 @@ def with_unpacked_base(config: TrainConfig) -> TrainConfig:
 
 def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
-    options = parse_arguments(given)
     try:
-        config = read_config(options)
+        config, options = read_arguments(given)
         if isinstance(config, TrainConfig):
             kept = [each for each in given if each not in ("--resume", "--export-only")]
             run(config, options, shlex.join(["python", "-m", "train", *kept]))

@@ -34,7 +34,7 @@ class CardFacts:
     parameters: int
     quality: ExitQuality
     exit_layer: int
-    num_draft_tokens: int
+    num_speculative_tokens: int
     samples: tuple[tuple[str, str], ...]
     shape: Any  # the model's config of transformers
     before: ExitQuality | None = None  # of model.base
@@ -84,7 +84,7 @@ def _opening(facts: CardFacts) -> str:
         f"""A causal language model with {facts.parameters:,} parameters ({shape.num_hidden_layers} layers, width
         {shape.hidden_size}, vocabulary {shape.vocab_size:,}), {start}, so that its early layers can already guess the
         next token. `generation_config.json` names what self-speculative decoding starts from: exit layer
-        {facts.exit_layer} and draft length {facts.num_draft_tokens}. Decoding is lossless with regard to this
+        {facts.exit_layer} and draft length {facts.num_speculative_tokens}. Decoding is lossless with regard to this
         model, which differs from the one before this training."""
     )
     if config.run.card:

@@ -11,8 +11,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import nn
 
+from selfspec.configuration import as_plain, differences
 from train.config import MAY_DIFFER, TrainConfig
-from train.config_file import different_keys, plain
 from train.errors import RunFailed
 
 KEPT = 3
@@ -56,7 +56,7 @@ def checkpoint_to_resume(config: TrainConfig) -> Path:
     checkpoint = newest_checkpoint(config.run.output)
     settings = checkpoint / SETTINGS
     if settings.is_file():
-        different = different_keys(json.loads(settings.read_text("utf-8")), config, MAY_DIFFER)
+        different = differences(json.loads(settings.read_text("utf-8")), config, MAY_DIFFER)
         if different:
             raise ValueError(
                 f"{checkpoint} was made with another configuration, which differs in {', '.join(different)}; "
@@ -77,7 +77,7 @@ def checkpoint_folder(config: TrainConfig, step: int) -> Iterator[Path]:
     shutil.rmtree(unfinished, ignore_errors=True)  # what a run that was killed while saving left behind
     try:
         yield unfinished
-        (unfinished / name / SETTINGS).write_text(json.dumps(plain(config), indent=2) + "\n", "utf-8")
+        (unfinished / name / SETTINGS).write_text(json.dumps(as_plain(config), indent=2) + "\n", "utf-8")
         shutil.rmtree(output / name, ignore_errors=True)
         (unfinished / name).rename(output / name)
         for old in whole_checkpoints(output)[:-KEPT]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from train.config_file import build, read_file
+from selfspec.configuration import build, check, read_yaml
 from train.sections import (
     CorpusConfig,
     DataConfig,
@@ -18,11 +17,12 @@ from train.sections import (
     OptimConfig,
     RunConfig,
     TextConfig,
-    check,
 )
 
-_RUN_KEYS = "output export card notes exit_layer num_draft_tokens max_steps max_minutes save_steps log_steps report_to"
-MAY_DIFFER = ("eval", *(f"run.{key}" for key in _RUN_KEYS.split()))
+_RUN_KEYS = (
+    "output export card notes exit_layer num_speculative_tokens max_steps max_minutes save_steps log_steps report_to"
+)
+MAY_DIFFER = ("eval", "run.report_to", *(f"run.{key}" for key in _RUN_KEYS.split()))
 """What may differ when a run is resumed; another max_steps changes the schedule of the remaining steps only."""
 
 
@@ -72,13 +72,9 @@ class TrainConfig:
             check(1 < tokens <= positions, f"eval.{name}", f"short enough for {positions} positions", tokens)
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Read a YAML file, with overrides `section.key=value`, into a TrainConfig.
-
-    Raises:
-        ValueError: the file cannot be read, or a key is unknown, of the wrong type or out of range.
-    """
-    return parse_config(read_file(path, overrides))
+def load_config(path: str | Path) -> TrainConfig:
+    """Read a YAML file; see `parse_config`."""
+    return parse_config(read_yaml(path))
 
 
 def parse_config(content: Any) -> TrainConfig:

@@ -41,10 +41,10 @@ def export_model(config: TrainConfig, checkpoint: Path, folder: Path, tokenizer:
     return model.float().eval()
 
 
-def store_exit(model: nn.Module, folder: Path, exit_layer: int, num_draft_tokens: int) -> None:
+def store_exit(model: nn.Module, folder: Path, exit_layer: int, num_speculative_tokens: int) -> None:
     """Write selfspec's default exit layer and draft length into the folder's generation_config.json."""
     settings = plain_model(model).generation_config
-    settings.exit_layer, settings.num_draft_tokens = exit_layer, num_draft_tokens
+    settings.exit_layer, settings.num_speculative_tokens = exit_layer, num_speculative_tokens
     settings._from_model_config = False  # else loading derives it from the model config
     settings.save_pretrained(folder)
 

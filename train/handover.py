@@ -1,7 +1,7 @@
 """Hand a model over to a machine without network: python -m train.handover MODEL ARCHIVE.tar.xz
 
 The archive holds what `save_pretrained` writes, so that machine needs neither the package gguf nor a cache. It is
-written in parts, each small enough to be copied alone; `model.base=ARCHIVE.tar.xz` joins and unpacks them.
+written in parts, each small enough to be copied alone; `--model.base ARCHIVE.tar.xz` joins and unpacks them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from selfspec.errors import UnsupportedModelError
-from selfspec.hub import open_model
+from selfspec.loading.hub import open_model
 
 SUFFIX = ".tar.xz"
 DTYPES = ("float16", "bfloat16", "float32")
@@ -80,7 +80,7 @@ def pack(model: str, archive: Path, part_bytes: int, dtype: str) -> list[Path]:
     """Write a model and its tokenizer into an archive in parts of at most `part_bytes`; return the parts.
 
     Args:
-        model: what `selfspec.hub.open_model` opens, such as smollm2 or a .gguf file.
+        model: what `selfspec.loading.hub.open_model` opens, such as smollm2 or a .gguf file.
         dtype: of the written weights. Dequantised weights in float16 differ by at most 1 part in 2048.
 
     Raises:

@@ -10,9 +10,9 @@ import torch
 import yaml
 
 from selfspec import __version__
+from selfspec.configuration import as_plain
 from selfspec.files import write_whole
 from selfspec.model.exit_heads import FILE
-from train.config_file import plain
 from train.heads_config import HeadsRun
 from train.heads_loss import Agreement
 
@@ -55,7 +55,7 @@ def card(facts: Facts) -> str:
     """The card as Markdown."""
     wanted = facts.config.heads
     over = "the whole vocabulary" if facts.draft_vocab is None else f"the {facts.draft_vocab:,} most frequent tokens"
-    settings = yaml.safe_dump(plain(facts.config), sort_keys=False).strip()
+    settings = yaml.safe_dump(as_plain(facts.config), sort_keys=False).strip()
     lines = [
         f"# Exit heads for {wanted.model}",
         "",

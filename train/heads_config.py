@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from train.config_file import build
-from train.sections import DataConfig, TextConfig, check, check_least, check_positive
+from selfspec.configuration import check, check_least, check_positive, option
+from train.sections import DataConfig, TextConfig
 
 MAY_DIFFER = ("heads.output", "text.batch_size", "training.save_steps", "training.log_steps", "training.lr")
 """Keys that may differ when a run is resumed; after a loss of NaN, for example, with a lower lr."""
@@ -16,44 +15,50 @@ MAY_DIFFER = ("heads.output", "text.batch_size", "training.save_steps", "trainin
 class HeadsConfig:
     """Which model gets exit heads, after which of its layers, of which inner width, and where the file goes."""
 
-    model: str = "demo"
-    device: str = ""
-    dtype: str = ""
-    exits: tuple[int, ...] = ()
-    inner_size: int = 0
-    output: str = ""
+    model: str = option("demo", "Model to train heads for: demo, smollm2, a folder, a .gguf file, or a hub id.")
+    device: str = option("", "Where the model runs; empty means cuda if there is one, else cpu.")
+    dtype: str = option(
+        "", "Its dtype; empty means float32 on the CPU, the checkpoint's own elsewhere. The heads train in float32."
+    )
+    exits: tuple[int, ...] = option(
+        (), "Layers after which there is a head; empty means about 1/8, 1/4, 3/8 and 1/2 of them."
+    )
+    inner_size: int = option(0, "Inner width of a head; 0 means that of the model's own MLPs.")
+    output: str = option("", "Heads, card, texts and checkpoint go here; empty means the model's folder.")
 
     def __post_init__(self) -> None:
-        check(bool(self.model), "heads.model", "demo, smollm2, a folder, a .gguf file or a hub id", self.model)
-        check(min(self.exits, default=1) >= 1, "heads.exits", "a list of layer counts from 1", list(self.exits))
-        check_least("heads", self, 0, "inner_size")
+        check(bool(self.model), "model", "demo, smollm2, a folder, a .gguf file or a hub id", self.model)
+        check(min(self.exits, default=1) >= 1, "exits", "a list of layer counts from 1", list(self.exits))
+        check_least(self, 0, "inner_size")
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingConfig:
     """How long, how fast, and towards which loss the heads are trained."""
 
-    steps: int = 2000
-    tokens_per_batch: int = 512
-    lr: float = 1e-3
-    weight_decay: float = 0.01
-    warmup_steps: int = 50
-    max_grad_norm: float = 1.0
-    kl_share: float = 0.3
-    top_k: int = 64
-    max_cached_tokens: int = 200_000
-    save_steps: int = 200
-    log_steps: int = 50
-    seed: int = 0
+    steps: int = option(2000, "Steps of the whole run.")
+    tokens_per_batch: int = option(512, "Tokens of a step.")
+    lr: float = option(1e-3, "Highest learning rate of AdamW.")
+    weight_decay: float = option(0.01, "Decoupled weight decay.")
+    warmup_steps: int = option(50, "Steps over which the learning rate rises; afterwards it falls by a cosine.")
+    max_grad_norm: float = option(1.0, "Gradients are clipped to this norm.")
+    kl_share: float = option(0.3, "Share of the steps, the first ones, with the loss KL; the others learn acceptance.")
+    top_k: int = option(64, "Most probable tokens of the model to learn from, all others being one bucket.")
+    max_cached_tokens: int = option(
+        200_000, "Tokens whose hidden states are held in memory; more are read again, part by part."
+    )
+    save_steps: int = option(200, "Steps between checkpoints.")
+    log_steps: int = option(50, "Steps between lines of the log.")
+    seed: int = option(0, "Seed of first weights and of the order of tokens.")
 
     def __post_init__(self) -> None:
         names = "steps", "tokens_per_batch", "top_k", "max_cached_tokens", "save_steps", "log_steps"
-        check_least("training", self, 1, *names)
-        check_least("training", self, 0, "weight_decay", "warmup_steps", "seed")
-        check_positive("training", self, "lr", "max_grad_norm")
-        check(0 <= self.kl_share <= 1, "training.kl_share", "between 0 and 1", self.kl_share)
+        check_least(self, 1, *names)
+        check_least(self, 0, "weight_decay", "warmup_steps", "seed")
+        check_positive(self, "lr", "max_grad_norm")
+        check(0 <= self.kl_share <= 1, "kl_share", "between 0 and 1", self.kl_share)
         fits, least = self.max_cached_tokens >= self.tokens_per_batch, f"at least {self.tokens_per_batch}"
-        check(fits, "training.max_cached_tokens", f"{least}, training.tokens_per_batch", self.max_cached_tokens)
+        check(fits, "max_cached_tokens", f"{least}, training.tokens_per_batch", self.max_cached_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,7 @@ class HeadsRun:
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
     def __post_init__(self) -> None:
-        check_least("text", self.text, 1, "num_texts")
+        check(self.text.num_texts > 0, "text.num_texts", "at least 1", self.text.num_texts)
 
     def exits_of(self, num_layers: int) -> tuple[int, ...]:
         """The exits of a model, rising; unless named, about 1/8, 1/4, 3/8 and 1/2 of its layers.
@@ -80,12 +85,3 @@ class HeadsRun:
         exits = tuple(sorted(set(named)))
         check(exits[-1] < num_layers, "heads.exits", f"from 1 to {num_layers - 1}, the model's last but one", exits[-1])
         return exits
-
-
-def parse_heads(content: Any) -> HeadsRun:
-    """Turn nested mappings into a HeadsRun.
-
-    Raises:
-        ValueError: a key is unknown, of the wrong type or out of range.
-    """
-    return build(HeadsRun, content)

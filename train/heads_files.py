@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from selfspec.configuration import differences
 from selfspec.files import write_whole
-from train.config_file import different_keys
 from train.errors import RunFailed
 from train.heads_config import MAY_DIFFER, HeadsRun
 
@@ -44,7 +44,7 @@ def read_checkpoint(folder: Path, config: HeadsRun) -> dict[str, Any] | None:
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as problem:  # damaged files raise various errors
         raise ValueError(f"{file} is truncated or damaged; start without --resume") from problem
-    different = different_keys(state.get("config"), config, MAY_DIFFER)
+    different = differences(state.get("config"), config, MAY_DIFFER)
     if different:
         raise ValueError(
             f"{', '.join(different)} must be as when the run in {file} began; restore them or start without --resume"

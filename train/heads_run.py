@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from selfspec import hub
+from selfspec.configuration import as_plain
 from selfspec.errors import UnsupportedModelError
+from selfspec.loading import hub
+from selfspec.loading.target import Target
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.fingerprint import hidden_size_of, intermediate_size_of, weights_of
-from selfspec.target import Target
-from train.config_file import plain
 from train.errors import RunFailed
 from train.heads_card import Facts, table, write_card
 from train.heads_config import HeadsRun
@@ -165,7 +165,7 @@ class _Run:
 
     def _save(self) -> None:
         state = {
-            "config": plain(self.config),
+            "config": as_plain(self.config),
             "weights": self.weights,
             "heads": self.heads.state_dict(),
             "optimizer": self.optimizer.state_dict(),

@@ -5,11 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
-from selfspec.target import Target
+from selfspec.configuration import check
+from selfspec.control.plan import Plain
+from selfspec.core import SamplingParams
+from selfspec.decoding.defaults import GenerationDefaults
+from selfspec.decoding.engine import LLMEngine, page_size_of
+from selfspec.loading.target import Target
 from train.heads_config import HeadsRun
 from train.samples import Sample, UserTurn, Writer, count_positions, split
-from train.sections import DataConfig, TextConfig, check
+from train.sections import DataConfig, TextConfig
 from train.texts import content_of, read_records, split_held_out
 from train.written import Task, Written
 
@@ -67,11 +73,16 @@ def _openings(target: Target, config: TextConfig) -> list[list[int]]:
 
 
 def _write(target: Target, tasks: Sequence[Task], ends: Sequence[int]) -> Iterator[tuple[Task, list[int]]]:
-    """Write a batch by the engine."""
-    options = {"stop_token_ids": list(ends), "generation_config": False}  # heads learn the model's own distribution
-    requests = [
-        target.requests([[*prompt]], options | {"max_new_tokens": count, "temperature": temperature, "seed": seed})[0]
-        for prompt, count, temperature, seed in tasks
-    ]
-    for round_ in target.rounds(requests, policy="plain", max_batch_size=len(tasks)):
-        yield from [(tasks[row.request_id], row.completion.tokens) for row in round_.rows if row.completion is not None]
+    """Write a batch by the engine; heads learn the model's own distribution, as no generation config changes it."""
+    stack = target.refresh()
+    longest = min(max(len(task.prompt) + task.count for task in tasks), stack.context_limit)
+    pages = {"max_num_cached_tokens": len(tasks) * (longest + -longest % page_size_of(stack))}
+    defaults = GenerationDefaults(stack.model, target.tokenizer)
+    engine = LLMEngine(stack, Plain(), defaults, max_num_seqs=len(tasks), final_only=True, **pages)
+    shared: dict[str, Any] = {"stop_token_ids": list(ends), "generation_config": False}
+    for at, (prompt, count, temperature, seed) in enumerate(tasks):
+        params = SamplingParams(max_tokens=count, temperature=temperature, seed=seed, **shared)
+        engine.add_request(str(at), list(prompt), params)
+    while engine.has_unfinished_requests():
+        yield from [(tasks[int(done.request_id)], done.outputs[0].token_ids) for done in engine.step()]
+    engine.close()

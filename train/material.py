@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from selfspec import hub
+from selfspec.loading import hub
 from train.chats import read_chats
 from train.config import TrainConfig
 from train.corpus import Corpus, SourceFile, read_corpus

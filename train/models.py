@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, set_seed
 
-from selfspec import hub
+from selfspec.loading import hub
 from train import attention
 from train.backbone import check_backbone, find_parts
 from train.config import TrainConfig

@@ -10,16 +10,17 @@ import argparse
 import itertools
 import random
 import sys
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from selfspec.calibrate import profile
 from selfspec.control.acceptance import Tracker
-from selfspec.control.plan import Plan, Policy, ShadowPlan
-from selfspec.control.rows import RoundOutcome, RowState
+from selfspec.control.plan import Policy, ShadowPlan
+from selfspec.core import Plan, RoundOutput, SamplingParams, SpeculativeConfig
+from selfspec.core import Sequence as Row
 from selfspec.errors import UnsupportedModelError, whole
-from selfspec.hub import folder_of, open_target
+from selfspec.llm import LLM
+from selfspec.loading.hub import folder_of
 from train.config import load_config
 from train.corpus import read_corpus
 
@@ -55,11 +56,11 @@ class Watch(Policy):
         self.tracker = Tracker(num_layers)
         self._layers = tuple(range(1, num_layers))
 
-    def plan(self, rows: Sequence[RowState]) -> Plan:
+    def plan(self, rows: list[Row]) -> Plan:
         lengths, shadow = (0,) * len(rows), ShadowPlan(self._layers, tuple(range(len(rows))), 1)
         return Plan(None, lengths, shadow=shadow if self._layers else None)
 
-    def observe(self, plan: Plan, rounds: Sequence[RoundOutcome]) -> None:
+    def observe(self, plan: Plan, rounds: list[RoundOutput]) -> None:
         for round_ in rounds:
             for outcome in round_.rows:
                 if outcome.shadow is not None:
@@ -79,14 +80,18 @@ def store(given: argparse.Namespace) -> Path:
     folder = folder_of(given.model)
     if not folder.is_dir():
         raise ValueError(f"the model must be a folder, where the file is written, or demo, got {given.model!r}")
-    target = open_target(given.model)
-    watch = Watch(target.stack.num_layers)
+    llm = LLM(given.model)
+    stack = llm.target.stack
+    watch = Watch(stack.num_layers)
+    llm = llm.with_speculative(SpeculativeConfig(policy=watch))
     for i, prompt in enumerate(itertools.islice(_prompts(given.config, given.seed), given.num_texts)):
-        options = {"temperature": TEMPERATURES[i % len(TEMPERATURES)], "seed": i, "generation_config": False}
-        options["max_new_tokens"] = given.max_new_tokens
-        deque(target.rounds(target.requests(prompt, options), policy=watch), maxlen=0)
+        temperature = TEMPERATURES[i % len(TEMPERATURES)]
+        length = given.max_new_tokens
+        llm.generate(
+            prompt, SamplingParams(max_tokens=length, temperature=temperature, seed=i, generation_config=False)
+        )
         print(f"text {i + 1} of {given.num_texts}", file=sys.stderr, flush=True)
-    return profile.store_prior(folder, target.stack, watch.tracker.state())
+    return profile.store_prior(folder, stack, watch.tracker.state())
 
 
 def _prompts(config: str, seed: int) -> Iterator[str]:

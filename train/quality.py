@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from selfspec.configuration import as_plain
 from selfspec.files import write_whole
 from train.agreement import ExitQuality, evaluating, exit_agreement, held_out_scores, held_out_windows
 from train.config import TrainConfig
-from train.config_file import plain
 from train.corpus import TEST_FOLDERS, docstrings, read_corpus
 from train.data import pack
 from train.gsm8k import accuracy, read_problems
@@ -69,7 +69,7 @@ def base_quality(config: TrainConfig, material: Material) -> ExitQuality | None:
     """
     if not config.model.base:
         return None
-    file, settings = Path(config.run.output) / BASE_QUALITY, plain(config)
+    file, settings = Path(config.run.output) / BASE_QUALITY, as_plain(config)
     about = {name: settings[name] for name in ("corpus", "data", "text", "model", "eval")}
     if file.is_file():
         saved = json.loads(file.read_text("utf-8"))

@@ -48,8 +48,11 @@ def release(config: TrainConfig, command: str) -> ExitQuality:
         model = model.cuda()
     quality = measure(model, material, config)
     chosen = best_exit(model, quality.agreement)
-    exit_layer, num_draft_tokens = config.run.exit_layer or chosen[0], config.run.num_draft_tokens or chosen[1]
-    store_exit(model, folder, exit_layer, num_draft_tokens)
+    exit_layer, num_speculative_tokens = (
+        config.run.exit_layer or chosen[0],
+        config.run.num_speculative_tokens or chosen[1],
+    )
+    store_exit(model, folder, exit_layer, num_speculative_tokens)
     prompts = SAMPLE_PROMPTS if material.corpus else ()
     facts = CardFacts(
         config=config,
@@ -65,7 +68,7 @@ def release(config: TrainConfig, command: str) -> ExitQuality:
         shape=model.config,
         before=before,
         exit_layer=exit_layer,
-        num_draft_tokens=num_draft_tokens,
+        num_speculative_tokens=num_speculative_tokens,
         samples=tuple((each, continue_greedily(model, tokenizer, each, 72)) for each in prompts),
     )
     write_curve(read_history(checkpoint), folder / "training.csv")

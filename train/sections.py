@@ -1,4 +1,4 @@
-"""The sections of a configuration: frozen dataclasses that check their values. configs/train explains every key."""
+"""The sections of a configuration: frozen dataclasses that check their values; see `selfspec.configuration`."""
 
 from __future__ import annotations
 
@@ -6,25 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-
-def check(ok: bool, key: str, allowed: str, got: object) -> None:
-    """Raise ValueError, with what the key must be and what it is, unless `ok`."""
-    if not ok:
-        raise ValueError(f"{key} must be {allowed}, got {got!r}")
-
-
-def check_least(section: str, values: object, least: int, *names: str) -> None:
-    """Raise ValueError where one of these fields of a section is below `least`."""
-    for name in names:
-        value = getattr(values, name)
-        check(value >= least, f"{section}.{name}", f"at least {least}", value)
-
-
-def check_positive(section: str, values: object, *names: str) -> None:
-    """Raise ValueError where one of these fields of a section is not above 0."""
-    for name in names:
-        value = getattr(values, name)
-        check(value > 0, f"{section}.{name}", "positive", value)
+from selfspec.configuration import check, check_least, check_positive, option
 
 
 def _check_choice(key: str, value: str, *allowed: str) -> None:
@@ -35,203 +17,225 @@ def _check_choice(key: str, value: str, *allowed: str) -> None:
 class CorpusConfig:
     """A folder of Python files to learn from, and which of them to keep for evaluation."""
 
-    root: str = ""
-    skip: tuple[str, ...] = ("site-packages",)
-    max_chars: int = 250_000
-    held_out_percent: float = 2.0
-    library_repeat: int = 1
+    root: str = option("", "Folder with the Python files; empty means the standard library of the running interpreter.")
+    skip: tuple[str, ...] = option(("site-packages",), "Files and folders of these names are left out.")
+    max_chars: int = option(250_000, "Longer files are left out.")
+    held_out_percent: float = option(2.0, "Share of the files kept for evaluation, chosen by a hash of their paths.")
+    library_repeat: int = option(1, "How often code that is no test appears in an epoch.")
 
     def __post_init__(self) -> None:
-        check_least("corpus", self, 1, "max_chars", "library_repeat")
-        check(0 < self.held_out_percent < 100, "corpus.held_out_percent", "between 0 and 100", self.held_out_percent)
+        check_least(self, 1, "max_chars", "library_repeat")
+        check(0 < self.held_out_percent < 100, "held_out_percent", "between 0 and 100", self.held_out_percent)
 
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
     """Texts or conversations to learn from, in place of the corpus of Python files; an empty path means the corpus."""
 
-    path: str = ""
-    name: str = ""
-    split: str = "train"
-    streaming: bool = False
-    shuffle_buffer: int = 1000
-    text_field: str = "text"
-    messages_field: str = ""
-    max_length: int = 0
-    held_out_percent: float = 2.0
+    path: str = option("", "File or data set of texts or conversations; empty means the corpus of Python files.")
+    name: str = option("", "Configuration of the data set, where it has several.")
+    split: str = option("train", "Split of the data set.")
+    streaming: bool = option(False, "Whether the data set is read while training instead of before it.")
+    shuffle_buffer: int = option(1000, "Texts among which a streamed data set is shuffled.")
+    text_field: str = option("text", "Field of a row with its text.")
+    messages_field: str = option("", "Field of a row with its conversation; empty means that rows are texts.")
+    max_length: int = option(0, "Longest text in tokens; 0 means no limit.")
+    held_out_percent: float = option(2.0, "Share of the texts kept for evaluation.")
 
     def __post_init__(self) -> None:
-        check(self.shuffle_buffer >= 1, "data.shuffle_buffer", "at least 1", self.shuffle_buffer)
-        check(self.max_length == 0 or self.max_length > 1, "data.max_length", "0 or at least 2", self.max_length)
-        check(0 < self.held_out_percent < 100, "data.held_out_percent", "between 0 and 100", self.held_out_percent)
-        check(bool(self.text_field or self.messages_field), "data.text_field", "the name of a field", self.text_field)
+        check(self.shuffle_buffer >= 1, "shuffle_buffer", "at least 1", self.shuffle_buffer)
+        check(self.max_length == 0 or self.max_length > 1, "max_length", "0 or at least 2", self.max_length)
+        check(0 < self.held_out_percent < 100, "held_out_percent", "between 0 and 100", self.held_out_percent)
+        check(bool(self.text_field or self.messages_field), "text_field", "the name of a field", self.text_field)
 
 
 @dataclass(frozen=True, slots=True)
 class TextConfig:
     """Texts that the model writes itself, after its own prompts or those of data; 0 of them means none."""
 
-    num_texts: int = 0
-    num_held_out: int = 64
-    prompt_tokens: int = 64
-    max_new_tokens: int = 128
-    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
-    batch_size: int = 64
-    seed: int = 0
+    num_texts: int = option(0, "Texts or conversations that the model writes to train on; 0 means none.")
+    num_held_out: int = option(64, "Texts of the model kept for evaluation, from other prompts.")
+    prompt_tokens: int = option(64, "Tokens of a prompt, or of a user's turn, at most.")
+    max_new_tokens: int = option(128, "Tokens that the model writes after each prompt, at most.")
+    temperatures: tuple[float, ...] = option((0.0, 0.7, 1.0), "Temperatures of the texts, in turn.")
+    batch_size: int = option(64, "Texts written at once; on a CPU 16 or less.")
+    seed: int = option(0, "Seed of prompts and texts.")
 
     def __post_init__(self) -> None:
-        check_least("text", self, 0, "num_texts", "seed")
-        check_least("text", self, 1, "num_held_out", "prompt_tokens", "max_new_tokens", "batch_size")
+        check_least(self, 0, "num_texts", "seed")
+        check_least(self, 1, "num_held_out", "prompt_tokens", "max_new_tokens", "batch_size")
         warm = self.temperatures
-        check(bool(warm) and min(warm) >= 0, "text.temperatures", "a list of temperatures from 0", list(warm))
+        check(bool(warm) and min(warm) >= 0, "temperatures", "a list of temperatures from 0", list(warm))
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A model to continue from, or else the shape of a new one in the words of transformers' LlamaConfig."""
 
-    base: str = ""
-    dtype: str = "float32"
-    vocab_size: int = 4096
-    hidden_size: int = 192
-    intermediate_size: int = 512
-    num_hidden_layers: int = 16
-    num_attention_heads: int = 6
-    num_key_value_heads: int = 2
-    max_position_embeddings: int = 2048
-    rope_theta: float = 10_000.0
+    base: str = option(
+        "", "Folder or hub id of the model to continue from, or an archive of train.handover; empty means a new one."
+    )
+    dtype: str = option("float32", "Type of the loaded weights, float32 or bfloat16; adapters are always float32.")
+    vocab_size: int = option(4096, "Pieces of the byte-level BPE, end of text included.")
+    hidden_size: int = option(192, "Width of the hidden states.")
+    intermediate_size: int = option(512, "Width inside the MLP.")
+    num_hidden_layers: int = option(16, "Layers, each of them an exit.")
+    num_attention_heads: int = option(6, "Query heads.")
+    num_key_value_heads: int = option(2, "Key and value heads.")
+    max_position_embeddings: int = option(2048, "Longest text.")
+    rope_theta: float = option(10_000.0, "Base of the rotary embedding.")
 
     def __post_init__(self) -> None:
-        _check_choice("model.dtype", self.dtype, "float32", "bfloat16")
+        _check_choice("dtype", self.dtype, "float32", "bfloat16")
         for each in dataclasses.fields(self):
             value = getattr(self, each.name)
-            check(isinstance(value, str) or value > 0, f"model.{each.name}", "positive", value)
-        check(self.vocab_size >= 257, "model.vocab_size", "at least 257 (all bytes and one special)", self.vocab_size)
-        check(self.num_hidden_layers >= 2, "model.num_hidden_layers", "at least 2", self.num_hidden_layers)
+            check(isinstance(value, str) or value > 0, f"{each.name}", "positive", value)
+        check(self.vocab_size >= 257, "vocab_size", "at least 257 (all bytes and one special)", self.vocab_size)
+        check(self.num_hidden_layers >= 2, "num_hidden_layers", "at least 2", self.num_hidden_layers)
         heads = self.num_attention_heads
-        check(self.hidden_size % (2 * heads) == 0, "model.hidden_size", f"a multiple of {2 * heads}", self.hidden_size)
+        check(self.hidden_size % (2 * heads) == 0, "hidden_size", f"a multiple of {2 * heads}", self.hidden_size)
         kv_heads = self.num_key_value_heads
-        check(heads % kv_heads == 0, "model.num_key_value_heads", f"a divisor of {heads}", kv_heads)
+        check(heads % kv_heads == 0, "num_key_value_heads", f"a divisor of {heads}", kv_heads)
 
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
     """Low-rank adapters (arXiv 2106.09685) on a base model whose own weights stay as they are; rank 0 means none."""
 
-    rank: int = 0
-    alpha: float = 16.0
-    dropout: float = 0.0
-    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    layers_to_transform: tuple[int, ...] = ()
-    merge: bool = True
+    rank: int = option(0, "Width of the adapters; 0 trains all weights instead.")
+    alpha: float = option(16.0, "Adapters count alpha / rank times.")
+    dropout: float = option(0.0, "Chance that an input of an adapter is dropped.")
+    target_modules: tuple[str, ...] = option(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), "Modules that get an adapter."
+    )
+    layers_to_transform: tuple[int, ...] = option(
+        (), "Layers that get adapters, counted from 0, such as the drafting ones; empty means all."
+    )
+    merge: bool = option(True, "Whether adapters are merged into the weights, or written as an adapter folder.")
 
     def __post_init__(self) -> None:
-        check(self.rank >= 0, "lora.rank", "at least 0", self.rank)
-        check(self.alpha > 0, "lora.alpha", "positive", self.alpha)
-        check(0 <= self.dropout < 1, "lora.dropout", "at least 0 and below 1", self.dropout)
-        check(bool(self.target_modules), "lora.target_modules", "a list of module names", self.target_modules)
+        check(self.rank >= 0, "rank", "at least 0", self.rank)
+        check(self.alpha > 0, "alpha", "positive", self.alpha)
+        check(0 <= self.dropout < 1, "dropout", "at least 0 and below 1", self.dropout)
+        check(bool(self.target_modules), "target_modules", "a list of module names", self.target_modules)
         lowest = min(self.layers_to_transform, default=0)
-        check(lowest >= 0, "lora.layers_to_transform", "a list of layer numbers from 0", lowest)
+        check(lowest >= 0, "layers_to_transform", "a list of layer numbers from 0", lowest)
 
 
 @dataclass(frozen=True, slots=True)
 class ExitConfig:
     """LayerSkip (arXiv 2404.16710): losses at early layers, and layers dropped at random."""
 
-    curriculum: str = "rotational"
-    period: int = 8
-    scale: float = 0.5
-    weights: str = "uniform"
-    distill: float = 0.0
-    teacher: str = "last"
-    dropout_max: float = 0.1
-    dropout_ramp: bool = False
+    curriculum: str = option(
+        "rotational", "Which exits a step trains: rotational, gradual (from the last layer backwards), or all."
+    )
+    period: int = option(8, "Each step trains every 8th layer's exit, shifted by one each step, and always the last.")
+    scale: float = option(
+        0.5, "Weight of an early exit's loss relative to the last layer's, before the weights are normalised."
+    )
+    weights: str = option("uniform", "How weights grow with depth: uniform, or cumulative as in the paper.")
+    distill: float = option(0.0, "Share of the teacher's distribution in a target; the rest is the text's next token.")
+    teacher: str = option(
+        "last", "Teacher: last, the last layer, of the early exits; or base, the model without adapters, of all."
+    )
+    dropout_max: float = option(
+        0.1, "Chance that a sequence skips the last layer; it falls exponentially to 0 at the first."
+    )
+    dropout_ramp: bool = option(False, "Whether that chance rises over the run.")
 
     def __post_init__(self) -> None:
-        _check_choice("exits.curriculum", self.curriculum, "rotational", "gradual", "all")
-        check(self.period >= 1, "exits.period", "at least 1", self.period)
-        check(self.scale >= 0, "exits.scale", "at least 0", self.scale)
-        _check_choice("exits.weights", self.weights, "uniform", "cumulative")
-        check(0 <= self.distill <= 1, "exits.distill", "between 0 and 1", self.distill)
-        _check_choice("exits.teacher", self.teacher, "last", "base")
-        check(0 <= self.dropout_max < 1, "exits.dropout_max", "at least 0 and below 1", self.dropout_max)
+        _check_choice("curriculum", self.curriculum, "rotational", "gradual", "all")
+        check(self.period >= 1, "period", "at least 1", self.period)
+        check(self.scale >= 0, "scale", "at least 0", self.scale)
+        _check_choice("weights", self.weights, "uniform", "cumulative")
+        check(0 <= self.distill <= 1, "distill", "between 0 and 1", self.distill)
+        _check_choice("teacher", self.teacher, "last", "base")
+        check(0 <= self.dropout_max < 1, "dropout_max", "at least 0 and below 1", self.dropout_max)
 
 
 @dataclass(frozen=True, slots=True)
 class OptimConfig:
     """Muon for the layers' matrices and AdamW for the rest, or AdamW alone; warmup, plateau, decay."""
 
-    kind: str = "muon"
-    muon_lr: float = 4e-3
-    adamw_lr: float = 3e-3
-    weight_decay: float = 0.05
-    warmup_steps: int = 100
-    decay_fraction: float = 0.3
-    max_grad_norm: float = 1.0
+    kind: str = option(
+        "muon", "Muon for the matrices inside the layers and AdamW for the rest, or adamw for everything."
+    )
+    muon_lr: float = option(4e-3, "Learning rate of Muon, in AdamW's units.")
+    adamw_lr: float = option(3e-3, "Learning rate of AdamW.")
+    weight_decay: float = option(0.05, "Decoupled weight decay of all matrices.")
+    warmup_steps: int = option(100, "Steps over which the learning rate rises.")
+    decay_fraction: float = option(0.3, "Last part of the run, in steps or time, in which it falls linearly to zero.")
+    max_grad_norm: float = option(1.0, "Gradients are clipped to this norm.")
 
     def __post_init__(self) -> None:
-        _check_choice("optim.kind", self.kind, "muon", "adamw")
-        check_positive("optim", self, "muon_lr", "adamw_lr", "max_grad_norm")
-        check_least("optim", self, 0, "weight_decay", "warmup_steps")
-        check(0 < self.decay_fraction <= 1, "optim.decay_fraction", "above 0 and at most 1", self.decay_fraction)
+        _check_choice("kind", self.kind, "muon", "adamw")
+        check_positive(self, "muon_lr", "adamw_lr", "max_grad_norm")
+        check_least(self, 0, "weight_decay", "warmup_steps")
+        check(0 < self.decay_fraction <= 1, "decay_fraction", "above 0 and at most 1", self.decay_fraction)
 
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
     """How long to train, on how much at once, and where to put the results."""
 
-    output: str = "runs/demo"
-    export: str = ""
-    card: str = ""
-    notes: str = ""
-    exit_layer: int = 0
-    num_draft_tokens: int = 0
-    seed: int = 0
-    max_steps: int = 2000
-    max_minutes: float = 0.0
-    windows: tuple[int, ...] = (512,)
-    tokens_per_batch: int = 4096
-    gradient_accumulation_steps: int = 2
-    gradient_checkpointing: bool = False
-    save_steps: int = 100
-    log_steps: int = 10
-    report_to: str = "none"
-    compile: bool = True
-    bf16: bool = True
+    output: str = option("runs/demo", "Checkpoints, texts and logs go here.")
+    export: str = option("", "The finished model and its card go here; empty means nowhere.")
+    card: str = option("", "File of Markdown text that opens the model card; empty means a general text.")
+    notes: str = option("", "A sentence on hardware and time for the model card.")
+    exit_layer: int = option(0, "Exit layer stored with the model; 0 chooses it by agreement and size.")
+    num_speculative_tokens: int = option(0, "Draft length stored with the model; 0 chooses it likewise.")
+    seed: int = option(0, "Seed of weights or adapters, data order and layer dropout.")
+    max_steps: int = option(2000, "Steps of the whole run.")
+    max_minutes: float = option(
+        0.0, "Minutes of writing, training and measuring, after which no step begins; 0 means no limit."
+    )
+    windows: tuple[int, ...] = option((512,), "Window lengths in turn.")
+    tokens_per_batch: int = option(4096, "Tokens computed at once.")
+    gradient_accumulation_steps: int = option(2, "Batches in a step.")
+    gradient_checkpointing: bool = option(
+        False, "Whether layers are computed again in the backward pass, to save memory."
+    )
+    save_steps: int = option(100, "Steps between checkpoints.")
+    log_steps: int = option(10, "Steps between lines of the log.")
+    report_to: str = option(
+        "none", "Where else the log goes: none, tensorboard, wandb, or another that transformers knows."
+    )
+    compile: bool = option(True, "Whether layers and losses are compiled.")
+    bf16: bool = option(True, "Whether matrix products run in bfloat16.")
 
     def __post_init__(self) -> None:
-        check(not self.card or Path(self.card).is_file(), "run.card", "a file of Markdown text", self.card)
-        check_least("run", self, 0, "exit_layer", "num_draft_tokens", "seed", "max_minutes")
-        check_least("run", self, 1, "max_steps", "tokens_per_batch", "gradient_accumulation_steps")
-        check_least("run", self, 1, "save_steps", "log_steps")
-        check(min(self.windows, default=0) > 1, "run.windows", "a list of lengths of at least 2 tokens", self.windows)
+        check(not self.card or Path(self.card).is_file(), "card", "a file of Markdown text", self.card)
+        check_least(self, 0, "exit_layer", "num_speculative_tokens", "seed", "max_minutes")
+        check_least(self, 1, "max_steps", "tokens_per_batch", "gradient_accumulation_steps")
+        check_least(self, 1, "save_steps", "log_steps")
+        check(min(self.windows, default=0) > 1, "windows", "a list of lengths of at least 2 tokens", self.windows)
         tokens = self.tokens_per_batch
         for length in self.windows:
-            check(tokens % length == 0, "run.tokens_per_batch", f"a multiple of {length}", tokens)
+            check(tokens % length == 0, "tokens_per_batch", f"a multiple of {length}", tokens)
         both = self.compile and self.gradient_checkpointing
-        check(not both, "run.compile", "false where run.gradient_checkpointing is true", self.compile)
+        check(not both, "compile", "false where run.gradient_checkpointing is true", self.compile)
 
 
 @dataclass(frozen=True, slots=True)
 class EvalConfig:
     """What is measured on held-out text, while training and for the model card."""
 
-    every_steps: int = 500
-    window: int = 512
-    num_windows: int = 64
-    prompt_tokens: int = 256
-    num_prompts: int = 96
-    new_tokens: int = 64
-    docstring_windows: int = 0
-    gsm8k: str = ""
-    gsm8k_questions: int = 0
-    gsm8k_tokens: int = 256
-    batch_size: int = 16
+    every_steps: int = option(500, "Steps between measurements on held-out text.")
+    window: int = option(512, "Tokens in a window of held-out text.")
+    num_windows: int = option(64, "Windows of held-out text.")
+    prompt_tokens: int = option(256, "Tokens of held-out text before a continuation.")
+    num_prompts: int = option(96, "Held-out prompts that are continued greedily, to measure agreement.")
+    new_tokens: int = option(64, "Tokens of such a continuation at most.")
+    docstring_windows: int = option(0, "Windows of docstrings of the standard library; 0 leaves them out.")
+    gsm8k: str = option("", "File of GSM8K, test.jsonl, with question and answer; empty leaves it out.")
+    gsm8k_questions: int = option(0, "The first questions of it; 0 means all.")
+    gsm8k_tokens: int = option(256, "Tokens of a solution at most.")
+    batch_size: int = option(16, "Prompts or questions answered at once; on a CPU 16 or less.")
 
     def __post_init__(self) -> None:
         may_be_zero = ("docstring_windows", "gsm8k_questions")
         counts = [each.name for each in dataclasses.fields(self) if each.type == "int"]
-        check_least("eval", self, 1, *(name for name in counts if name not in may_be_zero))
-        check_least("eval", self, 0, *may_be_zero)
-        check(not self.gsm8k or Path(self.gsm8k).is_file(), "eval.gsm8k", "a .jsonl file", self.gsm8k)
-        check(self.window >= 2, "eval.window", "at least 2", self.window)
+        check_least(self, 1, *(name for name in counts if name not in may_be_zero))
+        check_least(self, 0, *may_be_zero)
+        check(not self.gsm8k or Path(self.gsm8k).is_file(), "gsm8k", "a .jsonl file", self.gsm8k)
+        check(self.window >= 2, "window", "at least 2", self.window)

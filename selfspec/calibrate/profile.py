@@ -21,8 +21,7 @@ import transformers
 from selfspec.calibrate.measure import measure
 from selfspec.control.costs import Copies, Costs, Table
 from selfspec.files import write_whole
-from selfspec.kernels.places import cache_folder, say_unkept
-from selfspec.model.exact import ExactStack
+from selfspec.kernels.machine import cache_folder, warn_not_kept
 from selfspec.model.fingerprint import device_name, heads_of, shape_of, weights_of
 from selfspec.model.stack import Stack
 from selfspec.version import __version__
@@ -55,7 +54,7 @@ def costs_key(stack: Stack) -> dict[str, Any]:
         **shape_of(stack),
         "engine": stack.engine,
         **({"packed": stack.compiled.num_bytes} if stack.compiled is not None else {}),
-        **({"exact": [stack.rows, stack.wide, stack.runner is not None]} if isinstance(stack, ExactStack) else {}),
+        **({"exact": stack.wide} if stack.wide else {}),
         **({"recorded": "fused" if stack.recorded is not None else "views"} if stack.runner is not None else {}),
         "exit_heads": None if stack.exit_heads is None else [stack.exit_heads.inner_size, *stack.exit_heads.layers],
         **({"ranks": stack.ranks.count} if stack.ranks is not None else {}),
@@ -243,7 +242,7 @@ def _write(kind: Kind, key: Mapping[str, Any], content: Mapping[str, Any]) -> Pa
         write_whole(path, lambda stream: stream.write(text.encode()))
         return path
     except OSError as problem:
-        say_unkept(problem)
+        warn_not_kept(problem)
         return None
 
 

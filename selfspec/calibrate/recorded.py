@@ -209,9 +209,9 @@ class _Measurement:
 
     def rounds(self, rows: int, drafted: int) -> float:
         """Seconds of a whole round in a program, by the wall."""
-        room = min(len(self.pages[rows][0]) * PAGE, self.stack.context_limit) - self.base - 1
+        remaining = min(len(self.pages[rows][0]) * PAGE, self.stack.context_limit) - self.base - 1
         given = [
-            RoundRow(pages, self.base + 1, i, room, (), drafted, (), 0.0, 0, 1.0, 0.0, 0)
+            RoundRow(pages, self.base + 1, i, remaining, (), drafted, (), 0.0, 0, 1.0, 0.0, 0)
             for i, pages in enumerate(self.pages[rows])
         ]
         plan = Plan(self.middle if drafted else None, (drafted,) * rows, keep_confidence=bool(drafted))
@@ -244,7 +244,7 @@ class _Measurement:
 
 
 def _ragged(late: Mapping[int, Seconds]) -> Table | None:
-    """`Costs.ragged`: all rows have as many places as the longest."""
+    """`Costs.ragged`: all rows have as many slots as the longest."""
     tables = {rows: (Table.of(of_rows), max(of_rows)) for rows, of_rows in late.items() if rows > 1}
     factors = {rows: max(1.0, table(widest) / table(RAGGED)) for rows, (table, widest) in tables.items()}
     return Table.of(factors) if factors else None

@@ -11,7 +11,7 @@ import torch
 
 from selfspec.core import LOOKUP, Draft, Plan, Request, RoundOutput, SamplingParams, Sequence, StageSeconds
 from selfspec.decoding.stopping import Stopper
-from selfspec.drafting.row_lookup import RowLookup
+from selfspec.drafting.lookup import RowLookup
 from selfspec.executors.base import RoundDraft
 from selfspec.executors.picker import Picker
 from selfspec.executors.select import executors_for
@@ -48,15 +48,15 @@ class TimedRounds:
 
     Args:
         num_rows: maximum number of rows of a round.
-        room: maximum length of a row in tokens.
-        far_room: the same for rounds of a single row with a long context.
+        max_length: maximum length of a row in tokens.
+        far_length: the same for rounds of a single row with a long context.
     """
 
-    def __init__(self, stack: Stack, num_rows: int, room: int, far_room: int) -> None:
+    def __init__(self, stack: Stack, num_rows: int, max_length: int, far_length: int) -> None:
         self._stack, self.picker = stack, Picker(stack)
-        self._room = room + 8 * FURTHER + 4 * RAGGED
-        self._cache, self._pages = _rows(stack, num_rows, self._room)
-        self._far = _rows(stack, 1, far_room + 8 * FURTHER)
+        self._max_length = max_length + 8 * FURTHER + 4 * RAGGED
+        self._cache, self._pages = _rows(stack, num_rows, self._max_length)
+        self._far = _rows(stack, 1, far_length + 8 * FURTHER)
         self._executors = [
             [one for one in executors_for(stack, cache, self.picker, new_seconds=self._new_laps) if one.times_stages]
             for cache in (self._cache, self._far[0])
@@ -80,7 +80,7 @@ class TimedRounds:
         """
         drafted = max(plan.draft_lengths)
         further = min(further, max(LEAST_FURTHER, GROWTH // (1 + drafted)))
-        is_far = context + uneven + 1 + drafted + 8 * FURTHER + 4 * RAGGED > self._room
+        is_far = context + uneven + 1 + drafted + 8 * FURTHER + 4 * RAGGED > self._max_length
         cache, pages = self._far if is_far else (self._cache, self._pages)
         start = context - (self._grown.get((num_rows, context, plan), 0) if further else 0)
         most = min(cache.page_size, self._stack.context_limit)
@@ -148,7 +148,7 @@ def _is_whole(round_: RoundOutput, plan: Plan) -> bool:
     return [row.num_drafted for row in round_.rows] == list(plan.draft_lengths)
 
 
-def _rows(stack: Stack, count: int, room: int) -> tuple[PagedCache, list[list[int]]]:
+def _rows(stack: Stack, count: int, max_length: int) -> tuple[PagedCache, list[list[int]]]:
     """A cache with one page for each of `count` rows."""
-    cache = stack.new_cache(count, room)
-    return cache, [cache.reserve(room) or [] for _ in range(count)]
+    cache = stack.new_cache(count, max_length)
+    return cache, [cache.reserve(max_length) or [] for _ in range(count)]

@@ -99,8 +99,8 @@ class ModelOptions:
         quantize: round the layers' weights (needs torchao), which makes it another model.
         backend: what runs the layers: the model's own modules (views), or C++ for this machine (compiled); auto:
             compiled where it serves the model.
-        exact: run every call in constant shapes: text and logits are then the same to the last bit however they were
-            drafted and batched, in bfloat16 too. Idle tokens cost some speed.
+        exact: text and logits are the same to the last bit however they were drafted and batched, in bfloat16 too. It
+            needs compiled layers on CPU, or fused layers on CUDA, and may cost some speed.
         threads: default: one per physical core, or OMP_NUM_THREADS.
     """
 

@@ -14,7 +14,7 @@ from selfspec.cli.failure import RUN, Failure
 from selfspec.cli.options import ModelOptions, as_sentences
 from selfspec.cli.status import StatusConsole
 from selfspec.core import LOOKUP, RoundOutput, Sequence, SpeculativeConfig, StageSeconds
-from selfspec.decoding.stats import SpecStats
+from selfspec.decoding.outputs import SpecStats
 
 if TYPE_CHECKING:
     from selfspec.learn import Learner
@@ -33,7 +33,7 @@ def open_llm(
     prefix_cache_tokens: int = 0,
 ) -> LLM:
     """The model, opened up, in this process's threads."""
-    from selfspec.kernels.threads import set_threads
+    from selfspec.kernels.machine import set_threads
     from selfspec.llm import LLM
 
     set_threads(options.threads)

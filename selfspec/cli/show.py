@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from selfspec.core import LOOKUP, RoundOutput
-from selfspec.decoding.stats import SpecStats
+from selfspec.decoding.outputs import SpecStats
 
 if TYPE_CHECKING:
     from selfspec.cli.compare import Comparison

@@ -200,7 +200,7 @@ class Adaptive(Policy):
     def _table(self, rows: list[Sequence], round_costs: RoundCosts) -> LookupTable | None:
         rates = []
         for row in rows:
-            if row.lookup is not None:
+            if row.new_lookup is not None:
                 self._ngrams.take(row.lookup.take_tally(), row.seq_id)
             rates.append(self._ngrams.rates(row.seq_id))
         self._ngrams.keep_rows([row.seq_id for row in rows])

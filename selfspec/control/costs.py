@@ -341,25 +341,23 @@ class Costs:
             ValueError: `given` is something else.
         """
         try:
-            # Older files lack these tables.
-            read = {"first": {}, "contexts": {}, "context_width": 0.0, "padding": 1.0, **given}
-            many = {name: read_by_rows(read[name]) for name in _BY_ROWS}
+            many = {name: read_by_rows(given[name]) for name in _BY_ROWS}
             if not all(1 in many[name] for name in ("first", "early", "late") if many[name] or name != "first"):
                 raise ValueError("tables of a single row are missing")
             if not all(rows > 1 and _starts_at_zero(table) for rows, table in many["contexts"].items()):
                 raise ValueError("contexts must be of several rows, and their tables begin at 0 tokens with 0 seconds")
-            numbers = {name: float(read[name]) for name in _NUMBERS}
+            numbers = {name: float(given[name]) for name in _NUMBERS}
             for name, value in numbers.items():
                 most = 1.0 if name == "padding" else 1e9
                 if not 0 <= value <= most:
                     raise ValueError(f"{name} must lie in 0..{most:g}, got {value}")
-            fields: dict[str, Any] = {**many, **numbers, **{name: Table.read(read[name]) for name in _TABLES}}
-            fields |= {name: Table.read(read[name]) for name in _OPTIONAL if read.get(name) is not None}
-            if read.get("copies") is not None:
-                fields["copies"] = Copies.from_dict(read["copies"])
-            if read.get("recorded") is not None:
-                fields["recorded"] = RoundLimits(*[int(limit) for limit in read["recorded"]])
-            return cls(int(read["num_layers"]), **fields)
+            fields: dict[str, Any] = {**many, **numbers, **{name: Table.read(given[name]) for name in _TABLES}}
+            fields |= {name: Table.read(given[name]) for name in _OPTIONAL if given.get(name) is not None}
+            if given.get("copies") is not None:
+                fields["copies"] = Copies.from_dict(given["copies"])
+            if given.get("recorded") is not None:
+                fields["recorded"] = RoundLimits(*[int(limit) for limit in given["recorded"]])
+            return cls(int(given["num_layers"]), **fields)
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as problem:
             raise ValueError(f"not a table of costs: {problem}") from problem
 

@@ -1,6 +1,6 @@
 """`RoundCosts`: predicted seconds of all candidate rounds as arrays, and their expected tokens per second.
 
-`Drafters` lists the drafters to choose from: the layers; 4-bit copies of them (`selfspec.executors.cpu.four_bit`); and,
+`Drafters` lists the drafters to choose from: the layers; 4-bit copies of them (`selfspec.executors.cpu.packed`); and,
 where the head takes longer than a layer, each of these over the most frequent tokens only (FR-Spec, arXiv 2502.14856).
 Such a draft takes only a share of the head's time. Its coverage is the share of the target's picks that are among these
 tokens, which is measured without drafting.

@@ -12,15 +12,14 @@ import torch
 
 from selfspec.control.plan import Policy
 from selfspec.core import Plan, Request, RoundOutput, RowRound, SamplingParams, Sequence, StageSeconds
-from selfspec.decoding.checked import CheckedPolicy
+from selfspec.decoding.checks import CheckedPolicy
 from selfspec.decoding.defaults import GenerationDefaults, Prompt
 from selfspec.decoding.outputs import RequestOutput, RequestOutputs
 from selfspec.decoding.prefix_cache import PrefixCache
-from selfspec.decoding.prompt_chunks import chunks_for
-from selfspec.decoding.scheduler import Scheduler
+from selfspec.decoding.scheduler import Scheduler, chunks_for
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.responses import Responses
-from selfspec.errors import is_number, whole
+from selfspec.errors import got, is_number, whole
 from selfspec.executors.picker import Picker
 from selfspec.executors.select import executors_for
 from selfspec.learn import Learner
@@ -165,7 +164,10 @@ class LLMEngine:
         if isinstance(prompt, Request):
             self.add_prepared(name, None, [prompt])
             return
-        text, requests = self._defaults.requests(prompt, SamplingParams() if params is None else params)
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be a SamplingParams or None, {got(params)}")
+        text, requests = self._defaults.requests(prompt, params)
         self.add_prepared(name, text, requests)
 
     def add_prepared(self, request_id: str, text: str | None, requests: list[Request]) -> None:

@@ -33,6 +33,12 @@ class PackedDraft(NamedTuple):
     trees: list[Tree | None] | None = None  # per row; None: its draft is a chain
     chains: list[int] | None = None  # with trees: length of each row's draft without its branches
 
+    @classmethod
+    def given(cls, last: Sequence[int], drafts: Sequence[Sequence[int]], device: torch.device) -> PackedDraft:
+        """Given tokens after each row's last token, which no layer has read."""
+        tokens = tensor_of([one for token, own in zip(last, drafts, strict=True) for one in (token, *own)], device)
+        return cls(tokens, tokens, [len(own) for own in drafts])
+
     @property
     def is_unread(self) -> bool:
         """Whether no layer ran over the tokens; `hidden` are then the tokens, and all layers verify."""
@@ -40,7 +46,7 @@ class PackedDraft(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """A drafted second choice."""
+    """A drafted alternative."""
 
     parent: int  # its parent node: 0 is the row's last token, then the draft
     token: int

@@ -1,21 +1,25 @@
-"""`Index`: the latest occurrence of the longest suffix of a context, in a row's own text or in several texts.
+"""N-gram indices: the latest occurrence of the longest suffix of a context, in a growing text or in several texts.
 
 Prompt lookup (github.com/apoorvumang/prompt-lookup-decoding) searches the text in every round. Here an index grows with
-the text, like the tries over prompt and output of SSSD (arXiv 2411.05894).
+the text, like the tries over prompt and output of SSSD (arXiv 2411.05894). `CompiledIndex` is the index in C++, in
+amortised constant time per token; `Index` does the same where no compiled code is loaded.
 """
 
 from __future__ import annotations
 
-from array import array
+import ctypes
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from selfspec.control.plan import MATCH_EDGES, NUM_MATCH_BINS
+from selfspec.kernels import compiled_call as c
 
 MOST_MATCHED = 128  # maximum match length; longer matches count as this
-SEPARATOR = -1  # ends every text of several; stands for the token before the first one, too; equals no token
-_NO_KEY, _MIX = -1, 0x9E3779B1
+SEPARATOR = -1  # ends every text of several, and equals no token
+AT_ONCE = 64  # tokens added per compiled call
+TOO_LITTLE = "there is too little memory for an index of a row's tokens; decode fewer rows at once, or without lookup"
 
 
 class Tally(NamedTuple):
@@ -34,58 +38,51 @@ class Found(NamedTuple):
 
 
 class Index:
-    """An n-gram index over one growing text (`extend`) or over several texts (`add_text`).
+    """An index over one growing text (`extend`) or over several texts (`add_text`).
 
-    It is the compressed trie of all contexts, read backwards from each position and cut after `most` tokens. An inner
-    node is a context with two different preceding tokens, and stores its latest occurrence; a leaf is a position. A
-    token adds at most one inner node and one leaf, after a descent of at most `most` tokens. So a token takes amortised
-    constant time and at most 64 bytes.
-
-    `kernels/cpu/lookup.cpp` does the same; `compiled_index.CompiledIndex` has its interface.
+    It keeps the positions of every pair of tokens, and compares the contexts there.
 
     Args:
         most: maximum match length, 1..255.
-        size: expected number of tokens.
     """
 
-    def __init__(self, most: int = MOST_MATCHED, size: int = 0) -> None:
+    def __init__(self, most: int = MOST_MATCHED) -> None:
         if not 1 <= most <= 255:
             raise ValueError(f"most must lie in 1..255, got {most}")
         self.most, self.last = most, Found(0, -1)
         """`last`: the earlier occurrence of the last tokens of the text that `extend` adds to."""
-        self._content = array("i")
-        self._depths, self._latest = bytearray([0]), array("i", [-1])  # of inner nodes, the root first
-        self._count = 0  # nodes in the table: (parent, token) -> inner node, or ~position of a leaf
-        self._make_table(size * 2 + 32)
+        self._content: list[int] = []
+        self._latest: dict[int, int] = {}  # the latest position of a token
+        self._places: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # of pairs: where the second token is
         self._seen, self._right = [0] * NUM_MATCH_BINS, [0] * NUM_MATCH_BINS  # see `take_counts`
 
     def __len__(self) -> int:
         """Tokens in the index, separators included."""
         return len(self._content)
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the index and its copy of the tokens, in bytes."""
-        parts = (self._keys, self._nodes, self._latest, self._content)
-        return sum(part.itemsize * len(part) for part in parts) + len(self._depths)
-
     def extend(self, tokens: Sequence[int]) -> None:
         """Add tokens to the end of the text, and count how often the token after a match came again."""
-        content = self._content
         for token in tokens:
             if self.last.match:
                 at = bisect_right(MATCH_EDGES, self.last.match)
                 self._seen[at] += 1
-                self._right[at] += content[self.last.place + 1] == token
-            content.append(token)
-            self.last = self._add(len(content) - 1)
+                self._right[at] += self._content[self.last.place + 1] == token
+            self._content.append(token)
+            self.last = self.find(self._content)
+            self._add(len(self._content) - 1)
 
     def add_text(self, tokens: Sequence[int], first: int) -> None:
         """Add a text. Only what follows its token `first` is found; the tokens before are context."""
         start = len(self._content)
-        self._content.extend([*tokens, SEPARATOR])
+        self._content += [*tokens, SEPARATOR]
         for position in range(start + first, start + len(tokens) - 1):  # the last token has no continuation
             self._add(position)
+
+    def _add(self, position: int) -> None:
+        token = self._content[position]
+        self._latest[token] = position
+        if position:
+            self._places[self._content[position - 1], token].append(position)
 
     def take_counts(self) -> tuple[list[int], list[int]]:
         """By bin of match lengths since the last call: tokens after a match, and those that came again."""
@@ -95,20 +92,20 @@ class Index:
 
     def find(self, context: Sequence[int]) -> Found:
         """The latest occurrence of the longest suffix of a context that occurs with a continuation."""
-        content, limit = self._content, min(len(context), self.most)
-        node, depth, place = 0, 0, -1
-        while depth < limit:
-            child = self._nodes[self._slot(node, context[-1 - depth])]
-            if not child:
+        place = self._latest.get(context[-1], -1) if len(context) else -1
+        best, content = Found(int(place >= 0), place), self._content
+        limit = min(len(context), self.most)
+        if place < 0 or limit < 2:
+            return best
+        for place in reversed(self._places.get((context[-2], context[-1]), ())):
+            match = 2
+            while match < limit and match <= place and content[place - match] == context[-1 - match]:
+                match += 1
+            if match > best.match:
+                best = Found(match, place)
+            if match == limit:
                 break
-            place, end = (self._latest[child], self._depths[child]) if child > 0 else (~child, self.most)
-            depth += 1
-            while depth < min(end, limit) and depth <= place and content[place - depth] == context[-1 - depth]:
-                depth += 1
-            if depth < end or child < 0:
-                break
-            node = child
-        return Found(depth, place)
+        return best
 
     def draft(self, place: int, num_tokens: int) -> list[int]:
         """The tokens after `place`, up to the end of its text.
@@ -117,75 +114,95 @@ class Index:
         """
         content, start = self._content, place + 1
         period = len(content) - start
-        tokens = list(content[start : start + num_tokens])
+        tokens = content[start : start + num_tokens]
         if num_tokens > period:
             tokens = [content[start + i % period] for i in range(num_tokens)]
         return tokens[: tokens.index(SEPARATOR)] if SEPARATOR in tokens else tokens
 
-    def _add(self, position: int) -> Found:
-        """Descend along the tokens up to `position`, backwards, and add a leaf where the path ends."""
-        if 4 * (self._count + 2) > 3 * len(self._keys):
-            self._grow()
-        content, keys, nodes, latest, depths = self._content, self._keys, self._nodes, self._latest, self._depths
-        node, depth, place, size = 0, 0, -1, len(keys)
-        while True:
-            key = node << 32 | content[position - depth] + 1
-            slot = key * _MIX % size  # `_slot` inlined for speed
-            while (there := keys[slot]) != key and there != _NO_KEY:
-                slot = slot + 1 if slot + 1 < size else 0
-            child = nodes[slot]
-            if child > 0:
-                place, end = latest[child], depths[child]
-            elif child < 0:
-                place, end = ~child, self.most
-            else:
-                self._put(slot, node, content[position - depth], ~position)
-                break
-            depth += 1
-            while depth < end and depth <= place and content[place - depth] == content[position - depth]:
-                depth += 1
-            if depth < end:
-                nodes[slot] = self._split(position, place, depth, child)
-                break
-            if child < 0:
-                nodes[slot] = ~position
-                break
-            latest[child] = position
-            node = child
-        return Found(depth, place)
 
-    def _split(self, position: int, place: int, depth: int, child: int) -> int:
-        """Insert an inner node above `child` and a leaf at `position`, whose contexts differ after `depth` tokens."""
-        node = len(self._depths)
-        self._depths.append(depth)
-        self._latest.append(position)
-        before = self._content[place - depth] if place >= depth else SEPARATOR
-        for token, below in ((before, child), (self._content[position - depth], ~position)):
-            self._put(self._slot(node, token), node, token, below)
-        return node
+class CompiledIndex:
+    """The same as `Index`, with about 60 bytes per token. Compiled rounds read it and add tokens to it.
 
-    def _slot(self, node: int, token: int) -> int:
-        """The slot of a node's child in the hash table."""
-        keys = self._keys
-        key, size = node << 32 | token + 1, len(keys)
-        slot = key * _MIX % size
-        while keys[slot] != key and keys[slot] != _NO_KEY:
-            slot = slot + 1 if slot + 1 < size else 0
-        return slot
+    Several threads may call `find` and `draft` while another one calls `add_text`.
 
-    def _put(self, slot: int, node: int, token: int, child: int) -> None:
-        self._keys[slot], self._nodes[slot] = node << 32 | token + 1, child
-        self._count += 1
+    Args:
+        most: maximum match length, 1..255.
+        size: expected number of tokens.
 
-    def _make_table(self, size: int) -> None:
-        size |= 1
-        self._keys, self._nodes = array("q", [_NO_KEY]) * size, array("i", bytes(4 * size))
+    Raises:
+        NoCompilerError: the compiled code cannot be built.
+        MemoryError: there is too little memory.
+    """
 
-    def _grow(self) -> None:
-        keys, nodes = self._keys, self._nodes
-        self._count = 0
-        self._make_table(len(keys) * 3 // 2)
-        for key, child in zip(keys, nodes, strict=True):
-            if key != _NO_KEY:
-                node, token = key >> 32, (key & 0xFFFFFFFF) - 1
-                self._put(self._slot(node, token), node, token, child)
+    def __init__(self, most: int = MOST_MATCHED, size: int = 0) -> None:
+        self._lib, self.most, self.address = c.functions(), most, 0
+        self.address = self._lib.selfspec_index_new(most, size)
+        """For compiled rounds."""
+        if not self.address:
+            raise MemoryError(TOO_LITTLE)
+        self._buffer, self._state = (ctypes.c_int64 * AT_ONCE)(), (ctypes.c_int64 * 3)()
+
+    def __del__(self) -> None:  # `weakref.finalize` would take several times as long per row
+        if getattr(self, "address", 0):
+            self._lib.selfspec_texts_free(self.address)
+
+    def __len__(self) -> int:
+        """See `Index`; compiled rounds may have added tokens."""
+        return int(self._lib.selfspec_index_state(self.address, self._state))
+
+    @property
+    def last(self) -> Found:
+        """See `Index`."""
+        self._lib.selfspec_index_state(self.address, self._state)
+        return Found(self._state[1], self._state[2])
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """See `Index`. After a MemoryError, the number of added tokens is unknown."""
+        for start in range(0, len(tokens), AT_ONCE):
+            new = tokens[start : start + AT_ONCE]
+            self._buffer[: len(new)] = [*new]
+            if not self._lib.selfspec_index_add(self.address, self._buffer, len(new)):
+                raise MemoryError(TOO_LITTLE)
+
+    def add_text(self, tokens: Sequence[int], first: int) -> None:
+        """See `Index`."""
+        if not self._lib.selfspec_index_add_text(
+            self.address, (ctypes.c_int64 * len(tokens))(*tokens), len(tokens), first
+        ):
+            raise MemoryError(
+                "there is too little memory for an index of finished responses; keep fewer tokens of them"
+            )
+
+    def take_counts(self) -> tuple[list[int], list[int]]:
+        """See `Index`."""
+        counts = (ctypes.c_int64 * (2 * NUM_MATCH_BINS))()
+        self._lib.selfspec_index_counts(self.address, counts)
+        return counts[:NUM_MATCH_BINS], counts[NUM_MATCH_BINS:]
+
+    def find(self, context: Sequence[int]) -> Found:
+        """See `Index`."""
+        return find(self.address, context, self.most)
+
+    def draft(self, place: int, num_tokens: int) -> list[int]:
+        """See `Index`."""
+        return draft(self.address, Found(1, place), num_tokens)
+
+
+def find(address: int, context: Sequence[int], most: int) -> Found:
+    """`Texts::find` of compiled texts, which reads at most the last `most` tokens."""
+    tokens, found = context[-most:], c.Found()
+    array = (ctypes.c_int32 * len(tokens))(*tokens)
+    c.functions().selfspec_texts_find(address, array, len(tokens), ctypes.byref(found))
+    return Found(found.match, found.place)
+
+
+def draft(address: int, found: Found, num_tokens: int) -> list[int]:
+    """`Texts::draft` of compiled texts: at most `num_tokens` tokens."""
+    tokens = (ctypes.c_int64 * num_tokens)()
+    count = c.functions().selfspec_texts_draft(address, ctypes.byref(c.Found(*found)), num_tokens, tokens)
+    return tokens[:count]
+
+
+def new_index(most: int = MOST_MATCHED, size: int = 0) -> Index | CompiledIndex:
+    """An index; a compiled one where the compiled code is loaded."""
+    return Index(most) if c.loaded() is None else CompiledIndex(most, size)

@@ -10,8 +10,7 @@ from threading import Lock
 from typing import NamedTuple
 
 from selfspec.control.plan import RESPONSES
-from selfspec.drafting.compiled_index import CompiledIndex, new_index
-from selfspec.drafting.ngram_index import MOST_MATCHED, Index
+from selfspec.drafting.ngram_index import MOST_MATCHED, CompiledIndex, Index, new_index
 from selfspec.errors import whole
 
 MOST_TOKENS = 200_000  # of all responses; at about 60 bytes each, their index takes at most 12 MB
@@ -57,12 +56,6 @@ class Responses:
         """Tokens of all texts, separators included."""
         with self._lock:
             return sum(len(generation.index) for generation in self._generations)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the index in bytes."""
-        with self._lock:
-            return sum(generation.index.num_bytes for generation in self._generations)
 
     def clear(self) -> None:
         """Forget all responses."""

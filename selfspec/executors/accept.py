@@ -1,4 +1,4 @@
-"""The acceptance rule: a drafted token is kept exactly when it equals the target's own pick."""
+"""The acceptance rule for drafts with branches, and for picks that sampling cannot make."""
 
 from __future__ import annotations
 
@@ -8,21 +8,8 @@ from selfspec.core import Sequence
 from selfspec.model.kv_cache import Tree
 
 
-def accept(drafted: abc.Sequence[int], picks: abc.Sequence[int]) -> int:
-    """How many drafted tokens are kept: those before the first that is not the target's pick.
-
-    Draft and target pick with the same noise, so this holds at every temperature, and the output is plain decoding's.
-    `kernels/cpu/round.cpp` and `kernels/fused_accept.py` have the same rule for rounds that run outside Python.
-
-    Args:
-        drafted: n tokens.
-        picks: the target's, at the n drafted positions and after the last.
-    """
-    return next((i for i, (token, pick) in enumerate(zip(drafted, picks, strict=False)) if token != pick), len(drafted))
-
-
 def accept_tree(tree: Tree, drafted: abc.Sequence[int], picks: abc.Sequence[int]) -> list[int]:
-    """The same for a draft with branches: the accepted nodes, from node 0, the sequence's last token, on.
+    """`kernels.pick.num_accepted` for a draft with branches: the accepted nodes, from the last known token (0) on.
 
     Args:
         drafted: the tokens of nodes 1, 2, ...

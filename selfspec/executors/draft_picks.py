@@ -9,9 +9,9 @@ from selfspec.control.plan import confidence_bin, likely_alternatives
 from selfspec.core import Plan, Sequence, StageSeconds
 from selfspec.drafting.early_exit import Branch
 from selfspec.executors.penalties import DraftPenalties, Penalties
-from selfspec.executors.pick import Subset
 from selfspec.executors.picker import Picker
 from selfspec.executors.processors import process
+from selfspec.kernels.pick import Subset
 from selfspec.model.stack import Stack
 
 

@@ -14,16 +14,15 @@ from torch import Tensor
 
 from selfspec.core import Plan, RoundOutput, RowRound, Sequence, StageSeconds
 from selfspec.drafting.early_exit import DraftRow, PackedDraft, draft_by_exit
-from selfspec.drafting.prompt_lookup import given_draft
-from selfspec.executors.accept import accept, accept_tree, truncate_unsampleable
+from selfspec.executors.accept import accept_tree, truncate_unsampleable
 from selfspec.executors.after_round import TrainingExamples, add_divergences, add_shadow_picks, give_examples
 from selfspec.executors.base import Executor, RoundDraft
 from selfspec.executors.draft_picks import DraftPicker
 from selfspec.executors.logprobs import token_logprobs
 from selfspec.executors.penalties import Penalties, paths_to
-from selfspec.executors.pick import filtered
 from selfspec.executors.picker import Picker
 from selfspec.executors.processors import process_packed
+from selfspec.kernels.pick import filtered, num_accepted
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span, Tree, tensor_of
 from selfspec.model.stack import Stack, Taps
 
@@ -99,7 +98,7 @@ class EagerExecutor(Executor):
         """The round's draft, and who picked its tokens, if a layer drafted."""
         plan, device, ends = draft.plan, self.stack.device, [row.token_ids[-1] for row in rows]
         if draft.given is not None:
-            return given_draft(ends, [one.token_ids for one in draft.given], device), None
+            return PackedDraft.given(ends, [one.token_ids for one in draft.given], device), None
         last = tensor_of(ends, device)
         if plan.exit_layer is None:
             return PackedDraft(last, last, [0] * len(rows)), None
@@ -108,7 +107,7 @@ class EagerExecutor(Executor):
             DraftRow(row.pages, len(row.token_ids) - 1, n) for row, n in zip(rows, plan.draft_lengths, strict=True)
         ]
         chooser = DraftPicker(self.stack, self.picker, rows, plan, seconds, penalties)
-        branches = None if plan.alternatives is None else chooser.branches
+        branches = chooser.branches if plan.alternatives is not None and self.stack.has_trees else None
         exit_layer = plan.exit_layer or 0
         return draft_by_exit(self.stack, self.cache, starts, last, exit_layer, chooser, tapped, branches), chooser
 
@@ -137,7 +136,7 @@ class EagerExecutor(Executor):
             drafted, own = fed[at + 1 : at + 1 + num_nodes], picks[nodes]
             tree = None if draft.trees is None else draft.trees[i]
             path: abc.Sequence[int]
-            path = range(accept(drafted, own) + 1) if tree is None else accept_tree(tree, drafted, own)
+            path = range(num_accepted(drafted, own) + 1) if tree is None else accept_tree(tree, drafted, own)
             if can_sample and not row.request.params.is_greedy:
                 path = truncate_unsampleable(row, path, can_sample[0][nodes])
             output = RowRound(row, num_nodes, len(path) - 1, [own[node] for node in path], drafted)

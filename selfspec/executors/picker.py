@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from selfspec.core import SamplingParams
-from selfspec.executors.pick import Subset, confidences_of, pick, pick_with_confidence, scored, to_token_ids
-from selfspec.kernels.compiled_pick import Picks, compiled_pick, sampling_bytes
+from selfspec.kernels.compiled_call import Picks, compiled_pick, sampling_bytes
 from selfspec.kernels.gumbel import NoiseAhead
+from selfspec.kernels.pick import Subset, alternatives, best_of, sampling_tensors, scored, to_token_ids
+from selfspec.kernels.suite import pick_for
+from selfspec.model.kv_cache import tensor_of
 from selfspec.model.stack import Stack
 
 _log = logging.getLogger("selfspec")
@@ -37,14 +39,18 @@ class Picker:
         subset: Subset | None = None,
         with_confidence: bool = False,
     ) -> Picks:
-        """Picks at N positions; see `executors.pick.scored` for the arguments."""
+        """Picks at N positions; see `kernels.pick.scored` for the arguments, and `best_of` for confidences."""
+        tokens = None if subset is None else subset.tokens
         if self.is_compiled:
-            tokens = None if subset is None else subset.tokens
             return compiled_pick(logits, packed_params(params), positions, tokens, with_confidence)
-        at = _on_device(positions, logits)
-        if with_confidence:
-            return Picks(*pick_with_confidence(logits, params, at, self._noise, subset))
-        return Picks(pick(logits, params, at, self._noise, subset), None)
+        at, fused = tensor_of(list(positions), logits.device), pick_for(logits.device)
+        if fused is not None:
+            return Picks(*fused(logits, sampling_tensors(params, at), tokens))
+        scores = scored(logits, params, at, self._noise, subset)
+        if not with_confidence:
+            return Picks(to_token_ids(scores.argmax(-1), subset))
+        picks, confidences = best_of(scores)
+        return Picks(to_token_ids(picks, subset), confidences)
 
     def alternatives(
         self,
@@ -55,14 +61,9 @@ class Picker:
         subset: Subset | None = None,
     ) -> Tensor:
         """What would be picked at N positions without `picks`, int64 `[N]`."""
-        scores = scored(logits, params, _on_device(positions, logits), self._noise, subset)
+        scores = scored(logits, params, tensor_of(list(positions), logits.device), self._noise, subset)
         taken = picks if subset is None else torch.searchsorted(subset.tokens, picks)
-        return to_token_ids(scores.scatter(1, taken[:, None], float("-inf")).argmax(-1), subset)
-
-
-def _on_device(positions: Sequence[int], logits: Tensor) -> Tensor:
-    at = torch.tensor(positions)
-    return at.pin_memory().to(logits.device, non_blocking=True) if logits.is_cuda else at.to(logits.device)
+        return to_token_ids(alternatives(scores, taken), subset)
 
 
 def packed_params(params: Sequence[SamplingParams]) -> bytes:
@@ -86,7 +87,7 @@ def _agrees() -> bool:
     ]
     logits = 3 * torch.randn(len(params), 999, generator=torch.Generator().manual_seed(0))
     positions = [i << 30 for i in range(len(params))]
-    wanted, confidences = confidences_of(scored(logits, params, torch.tensor(positions)))
+    wanted, confidences = best_of(scored(logits, params, torch.tensor(positions)))
     picks, found = compiled_pick(logits, packed_params(params), positions, with_confidence=True)
     assert found is not None
     same = torch.equal(picks, wanted) and torch.allclose(found, confidences, atol=1e-4)

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from selfspec.core import SamplingParams, ShadowPicks
 from selfspec.executors.penalties import Penalty
-from selfspec.executors.pick import filtered
 from selfspec.executors.picker import Picker, packed_params
 from selfspec.kernels.gumbel import gumbel
+from selfspec.kernels.pick import filtered
 from selfspec.model.kv_cache import tensor_of
 from selfspec.model.shortlist import NUM_TOP
 from selfspec.model.stack import Stack
 
-CHUNK = 256  # positions times layers per product with the whole head, if one layer has fewer positions
+CHUNK = 256  # positions times layers per product with the whole head
 
 
 def shadow_picks(
@@ -47,26 +47,23 @@ def shadow_picks(
         exact: compute logits over the whole vocabulary.
         penalty: penalties at the N positions.
     """
-    hits, confidences = None, None
+    found = None
     if not exact and picker.is_compiled and stack.compiled is not None:
-        how = packed_params(params)
         num_likely = min(NUM_TOP, target.shape[1]) - 1
-        through = stack.through_heads(hidden, layers)
+        through, packed = stack.through_heads(hidden, layers), packed_params(params)
         found = stack.compiled.shadow_picks(
-            through, how, positions, target, target_picks, num_likely, stack.others, penalty
+            through, packed, positions, target, target_picks, num_likely, stack.others, penalty
         )
-        hits, confidences = (None, None) if found is None else found
-    elif not exact:
-        hits, confidences = over_shortlist(stack, layers, hidden, params, positions, target, target_picks, penalty)
-    if hits is None or confidences is None:
-        hits, confidences = _over_vocabulary(stack, picker, layers, hidden, params, positions, target_picks, penalty)
+    if found is None:
+        found = by_torch(stack, layers, hidden, params, positions, target, target_picks, exact, penalty)
+    hits, confidences = found
     if hits.device.type == "cpu":
         return ShadowPicks(tuple(layers), hits.numpy(), confidences.float().numpy())
     on_host = torch.stack([hits.float(), confidences.float()]).cpu().numpy()  # one copy to the host
     return ShadowPicks(tuple(layers), on_host[0] > 0, on_host[1])
 
 
-def over_shortlist(
+def by_torch(
     stack: Stack,
     layers: Sequence[int],
     hidden: Tensor,
@@ -74,68 +71,60 @@ def over_shortlist(
     positions: Sequence[int],
     target: Tensor,
     target_picks: Tensor,
+    exact: bool = False,
     penalty: Penalty | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Hits, bool, and confidences, fp32, `[layers, N]`, from logits of few tokens; None if the head's kind is unknown.
+) -> tuple[Tensor, Tensor]:
+    """Hits, bool, and confidences, fp32, `[layers, N]`; the arguments are those of `shadow_picks`.
 
-    The arguments are those of `shadow_picks`.
+    They come from logits of few tokens; of the whole vocabulary where `exact` asks for it, or where the model's head is
+    no plain linear layer.
     """
-    own = target_picks[:, None]
-    likely = target.scatter(1, own, float("-inf")).topk(min(NUM_TOP, target.shape[1]) - 1).indices
-    top = torch.cat((own, likely), 1)  # [N, T]; the target's pick comes first
-    logits = stack.short_logits(hidden, top, layers)
+    own, vocab_size = target_picks[:, None], target.shape[1]
+    tokens = logits = None
+    if not exact:
+        likely = target.scatter(1, own, float("-inf")).topk(min(NUM_TOP, vocab_size) - 1).indices
+        tokens = torch.cat((own, likely, stack.others.expand(len(own), -1)), 1)  # [N, T]
+        logits = stack.short_logits(hidden, tokens[:, : likely.shape[1] + 1], layers)
+    if logits is None and len(layers) > 1 and len(layers) * len(own) > CHUNK:
+        half = len(layers) // 2
+        rest = params, positions, target, target_picks, True, penalty
+        parts = [by_torch(stack, layers[cut], hidden[cut], *rest) for cut in (slice(half), slice(half, None))]
+        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
     if logits is None:
-        return None, None
-    if penalty is not None:
-        logits = penalty.applied(logits, torch.cat((top, stack.others.expand(len(top), -1)), 1))
-    is_duplicate = (stack.others[:, None] == top[:, None, :]).any(-1)  # [N, others]
-    num_top, num_others = top.shape[1], len(stack.others)
-    logits[:, :, num_top:].masked_fill_(is_duplicate, float("-inf"))
-    # The number of tokens that each token of the sample represents:
-    represented = (target.shape[1] - num_top) / (num_others - is_duplicate.sum(-1)).clamp(min=1)
-    weights = torch.ones_like(logits[0])
-    weights[:, num_top:] = represented.clamp(min=1)[:, None]
-    groups: dict[tuple[float, int, float, float], list[int]] = {}
-    for i, one in enumerate(params):
-        groups.setdefault(one.filters, []).append(i)
-    for members in groups.values():
+        tokens, logits = None, stack.early_logits(hidden, layers)
+    logits = logits if penalty is None else penalty.applied(logits, tokens)
+    weights = logits.new_ones(logits.shape[1:])
+    if tokens is not None:
+        _weigh(logits, weights, tokens, len(stack.others), vocab_size)
+    for members in _by_filters(params):
         if not params[members[0]].is_greedy:
             at = tensor_of(members, logits.device)
-            tokens = torch.cat((top[at], stack.others.expand(len(members), -1)), 1)
             seeds = tensor_of([params[i].seed for i in members], logits.device)
-            at_positions = tensor_of([positions[i] for i in members], logits.device)
-            noise = gumbel(seeds, at_positions, target.shape[1], tokens)
+            where = tensor_of([positions[i] for i in members], logits.device)
+            noise = gumbel(seeds, where, vocab_size, None if tokens is None else tokens[at])
             kept = filtered(logits[:, at].flatten(0, 1), params[members[0]]).view(len(logits), len(members), -1)
             logits[:, at] = kept + noise
             weights[at] = 1  # with noise, few tokens dominate, so that a sample does not represent the rest
     best = logits.amax(-1)
-    confidences = 1 / ((logits - best[..., None]).exp() * weights).sum(-1)
-    return logits[..., 0] >= best, confidences
+    hits = logits[..., 0] >= best if tokens is not None else logits.argmax(-1) == target_picks
+    return hits, 1 / ((logits - best[..., None]).exp() * weights).sum(-1)
 
 
-def _over_vocabulary(
-    stack: Stack,
-    picker: Picker,
-    layers: Sequence[int],
-    hidden: Tensor,
-    params: Sequence[SamplingParams],
-    positions: Sequence[int],
-    target_picks: Tensor,
-    penalty: Penalty | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Hits and confidences `[layers, N]` from logits of the whole vocabulary."""
-    count = hidden.shape[1]
-    per_call = max(1, CHUNK // count)
-    hits, confidences = [], []
-    for first in range(0, len(layers), per_call):
-        some = layers[first : first + per_call]
-        logits = stack.early_logits(hidden[first : first + per_call], some)
-        logits = logits if penalty is None else penalty.applied(logits)
-        picks = picker(logits.flatten(0, 1), [*params] * len(some), [*positions] * len(some), with_confidence=True)
-        assert picks.confidences is not None
-        hits.append(picks.tokens == target_picks.repeat(len(some)))
-        confidences.append(picks.confidences)
-    return torch.cat(hits).view(-1, count), torch.cat(confidences).view(-1, count)
+def _weigh(logits: Tensor, weights: Tensor, tokens: Tensor, num_others: int, vocab_size: int) -> None:
+    """Mask what the sample repeats, and let its other tokens count for as many as each represents."""
+    num_top = tokens.shape[1] - num_others
+    is_duplicate = (tokens[:, num_top:, None] == tokens[:, None, :num_top]).any(-1)  # [N, others]
+    logits[:, :, num_top:].masked_fill_(is_duplicate, float("-inf"))
+    represented = (vocab_size - num_top) / (num_others - is_duplicate.sum(-1)).clamp(min=1)
+    weights[:, num_top:] = represented.clamp(min=1)[:, None]
+
+
+def _by_filters(params: Sequence[SamplingParams]) -> list[list[int]]:
+    """The positions whose rows have the same filters, together."""
+    groups: dict[tuple[float, int, float, float], list[int]] = {}
+    for i, one in enumerate(params):
+        groups.setdefault(one.filters, []).append(i)
+    return list(groups.values())
 
 
 def part_of(shadow: ShadowPicks, start: int, stop: int) -> ShadowPicks:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfspec.kernels.layout import MOST_NODES, Layout
+from selfspec.kernels.layout import Layout
 
 MAX_TILE_ROWS = 64
 STEP = 64  # a split holds a multiple of the keys of a step, which are at most so many
@@ -94,8 +94,8 @@ def keys_per_step(page_size: int, block_d: int, itemsize: int) -> int:
 
 def tokens_seen(layout: Layout, queries: int, window: int | None, chunk: int | None) -> int:
     """An upper bound of the tokens that a tile of so many queries reads."""
-    beside = STEP + (queries if layout.trees is None else max(queries, MOST_NODES))
-    return min(layout.most_tokens, *(limit + beside for limit in (window, chunk) if limit is not None), 1 << 30)
+    limits = [limit + STEP + queries for limit in (window, chunk) if limit is not None]
+    return min(layout.most_tokens, *limits, 1 << 30)
 
 
 def plan_splits(
@@ -154,20 +154,19 @@ def launch_options(rows: int, block_d: int, block_n: int, itemsize: int, device:
 
 @triton.jit
 def tile_splits(
-    at, queries, length, root, window, chunk, parts, least, longest,
-    BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, NODES: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    at, queries, length, window, chunk, parts, least, longest,
+    BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """What queries from position `at` on read: tokens [low, high), where splits begin, their size and their number.
 
     `low` and the beginnings of splits are multiples of a step; with `SPLIT`, of that.
     """
-    high = length if NODES > 0 else tl.minimum(at + queries, length)
-    lowest = tl.minimum(root, at)
+    high = tl.minimum(at + queries, length)
     low = 0
     if WINDOW:
-        low = tl.maximum(low, lowest - window + 1)
+        low = tl.maximum(low, at - window + 1)
     if CHUNK:
-        low = tl.maximum(low, lowest // chunk * chunk)
+        low = tl.maximum(low, at // chunk * chunk)
     low = low // BLOCK_N * BLOCK_N
     if SPLIT > 0:
         begin = low // SPLIT * SPLIT
@@ -183,9 +182,9 @@ def tile_splits(
 @triton.jit(do_not_specialize=["window", "chunk", "num_tokens", "parts", "least", "longest"])
 def _combine(
     partial_ptr, tops_ptr, totals_ptr, sinks_ptr, out_ptr,
-    rows_ptr, starts_ptr, counts_ptr, lengths_ptr, roots_ptr, window, chunk, parts, least, longest, num_tokens,
+    rows_ptr, starts_ptr, counts_ptr, lengths_ptr, window, chunk, parts, least, longest, num_tokens,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, QUERIES: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK_S: tl.constexpr, NODES: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_S: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     SINKS: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
     """Combine the partial results of one token's head, in blocks of splits that begin at fixed ones."""
@@ -195,12 +194,9 @@ def _combine(
         return
     count, length = tl.load(counts_ptr + row), tl.load(lengths_ptr + row)
     query = (token - tl.load(starts_ptr + row)) // QUERIES * QUERIES  # the first of its tile
-    root = length
-    if NODES > 0:
-        root = tl.load(roots_ptr + row)
     _low, _high, begin, _size, splits = tile_splits(
-        length - count + query, QUERIES, length, root, window, chunk, parts, least, longest,
-        BLOCK_N, SPLIT, NODES, WINDOW, CHUNK,
+        length - count + query, QUERIES, length, window, chunk, parts, least, longest,
+        BLOCK_N, SPLIT, WINDOW, CHUNK,
     )  # fmt: skip
     if DIRECT & (splits == 1):
         return

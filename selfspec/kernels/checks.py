@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from selfspec.kernels.layout import CONTENT, LAST, MOST_NODES, ROOM, DraftTree, Layout, Norm, SamplingTensors
+from selfspec.kernels.layout import CONTENT, LAST, REMAINING, Layout, Norm, SamplingTensors
 
 INT32, INT64, FLOAT32 = torch.int32, torch.int64, torch.float32
 LAYER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of fused layers, which compute in float32
@@ -83,17 +83,13 @@ def check_attend(
     require.lines("pages", layout.pages, INT32, slots, width)
     require.dense("rows", layout.rows, INT32, count)
     require.dense("positions", layout.positions, INT64, count)
-    if layout.trees is not None:
-        require.dense("trees.roots", layout.trees.roots, INT32, slots)
-        require.dense("trees.positions", layout.trees.positions, INT32, slots, MOST_NODES)
-        require.dense("trees.ancestors", layout.trees.ancestors, INT64, count)
     require.holds("split", "a positive multiple of 64 or None", split, split is None or (split > 0 and split % 64 == 0))
     if sinks is not None:
         require.holds("sinks", "floating-point", _short(sinks.dtype), sinks.is_floating_point())
         require.dense("sinks", sinks, sinks.dtype, heads)
 
 
-def check_pick(logits: Tensor, sampling: SamplingTensors, noise: Tensor | None, names: Tensor | None = None) -> None:
+def check_pick(logits: Tensor, sampling: SamplingTensors, names: Tensor | None = None) -> None:
     """Raise ValueError for arguments that `fused_pick.pick` does not accept."""
     require = Requirements("pick", logits.device)
     require.holds("logits", "[N, vocab]", list(logits.shape), logits.dim() == 2)
@@ -104,8 +100,6 @@ def check_pick(logits: Tensor, sampling: SamplingTensors, noise: Tensor | None, 
     require.dense("top_k", sampling.top_k, INT32, count)
     require.dense("seeds", sampling.seeds, INT64, count)
     require.dense("positions", sampling.positions, INT64, count)
-    if noise is not None:
-        require.dense("noise", noise, FLOAT32, count, vocab)
     if names is not None:
         require.dense("names", names, INT64, vocab)
 
@@ -115,10 +109,8 @@ def check_accept(
     picks: Tensor,
     starts: Tensor,
     counts: Tensor,
-    room: Tensor,
+    remaining: Tensor,
     eos: Tensor,
-    most_new: int,
-    sums: Tensor | None,
 ) -> None:
     """Raise ValueError for arguments that `fused_accept.accept` does not accept."""
     require = Requirements("accept", fed.device)
@@ -128,17 +120,14 @@ def check_accept(
     slots = counts.shape[0]
     require.dense("fed", fed, INT64, fed.shape[0])
     require.dense("picks", picks, INT64, fed.shape[0])
-    for name, tensor in (("starts", starts), ("counts", counts), ("room", room)):
+    for name, tensor in (("starts", starts), ("counts", counts), ("remaining", remaining)):
         require.dense(name, tensor, INT32, slots)
     require.lines("eos", eos, INT64, slots, eos.shape[1])
-    if sums is not None:
-        require.holds("sums", f"[2, at least {most_new}]", list(sums.shape), sums.dim() == 2)
-        require.lines("sums", sums, INT64, 2, max(most_new, sums.shape[1]))
 
 
 def check_advance(state: Tensor, num_kept: Tensor, ended: Tensor, last: Tensor) -> None:
-    """Raise ValueError for arguments that `fused_advance.advance` does not accept."""
-    require, least = Requirements("advance", state.device), 1 + max(LAST, CONTENT, ROOM)
+    """Raise ValueError for arguments that `fused_accept.advance` does not accept."""
+    require, least = Requirements("advance", state.device), 1 + max(LAST, CONTENT, REMAINING)
     is_wide = state.dim() == 2 and state.shape[1] >= least
     require.holds("state", f"[S, at least {least}]", list(state.shape), is_wide)
     require.lines("state", state, INT64, *state.shape)
@@ -147,7 +136,7 @@ def check_advance(state: Tensor, num_kept: Tensor, ended: Tensor, last: Tensor) 
 
 
 def check_add_norm(hidden: Tensor, branch: Tensor | None, norm: Norm | None, post: Norm | None) -> None:
-    """Raise ValueError for arguments that `fused_norm.add_norm` does not accept."""
+    """Raise ValueError for arguments that `fused_layer.add_norm` does not accept."""
     require = Requirements("add_norm", hidden.device)
     require.holds("hidden", "[N, size]", list(hidden.shape), hidden.dim() == 2)
     _check_layer_dtype(require, "hidden", hidden)
@@ -170,7 +159,7 @@ def check_rotate(
     q_norm: Norm | None,
     k_norm: Norm | None,
 ) -> None:
-    """Raise ValueError for arguments that `fused_rotary.rotate` does not accept."""
+    """Raise ValueError for arguments that `fused_layer.rotate` does not accept."""
     require = Requirements("rotate", qkv.device)
     require.holds("qkv", "[N, (heads + 2 * kv_heads) * head_dim]", list(qkv.shape), qkv.dim() == 2)
     require.holds("keys", "[pages, page_size, kv_heads, head_dim]", list(keys.shape), keys.dim() == 4)
@@ -194,7 +183,7 @@ def check_rotate(
 
 
 def check_gate(gate_up: Tensor, activation: str) -> None:
-    """Raise ValueError for arguments that `fused_gate.gate` does not accept."""
+    """Raise ValueError for arguments that `fused_layer.gate` does not accept."""
     require = Requirements("gate", gate_up.device)
     whole = gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0
     require.holds("gate_up", "[N, 2 * inner]", list(gate_up.shape), whole)
@@ -206,59 +195,6 @@ def check_gate(gate_up: Tensor, activation: str) -> None:
 def _check_layer_dtype(require: Requirements, name: str, tensor: Tensor) -> None:
     allowed = ", ".join(map(_short, LAYER_DTYPES))
     require.holds(f"{name}'s dtype", f"one of {allowed}", _short(tensor.dtype), tensor.dtype in LAYER_DTYPES)
-
-
-def check_grow(
-    last: Tensor,
-    drafted: Tensor,
-    seconds: Tensor,
-    sure: Tensor,
-    chains: Tensor,
-    content: Tensor,
-    room: Tensor,
-    rule: Tensor,
-    edges: Tensor,
-    most: int,
-) -> None:
-    """Raise ValueError for arguments that `draft_tree.grow` does not accept."""
-    require = Requirements("grow", last.device)
-    require.holds("drafted", "[S, D]", list(drafted.shape), drafted.dim() == 2)
-    require.holds("edges", "[bins - 1]", list(edges.shape), edges.dim() == 1)
-    slots, length = drafted.shape
-    nodes = 1 + length + most
-    require.holds("most", f"1 to {length}, with at most {MOST_NODES} nodes", most, 1 <= most <= length)
-    require.holds("1 + D + most", f"at most {MOST_NODES}", nodes, nodes <= MOST_NODES)
-    for name, tensor in (("last", last), ("chains", chains), ("content", content), ("room", room)):
-        require.dense(name, tensor, INT64, slots)
-    require.dense("drafted", drafted, INT64, slots, length)
-    require.dense("seconds", seconds, INT64, slots, length)
-    require.dense("sure", sure, FLOAT32, slots, length)
-    require.dense("rule", rule, torch.float64, 2 + 2 * (len(edges) + 1))
-    require.dense("edges", edges, torch.float64, len(edges))
-
-
-def check_follow(tree: DraftTree, picks: Tensor, width: int) -> None:
-    """Raise ValueError for arguments that `draft_tree.follow` does not accept."""
-    require = Requirements("follow", picks.device)
-    require.holds("tokens", "[S, W]", list(tree.tokens.shape), tree.tokens.dim() == 2)
-    slots, nodes = tree.tokens.shape
-    require.holds("width", f"1 to {nodes}", width, 1 <= width <= nodes)
-    require.dense("tokens", tree.tokens, INT64, slots, nodes)
-    require.dense("parents", tree.parents, INT32, slots, nodes)
-    require.dense("chains", tree.chains, INT32, slots)
-    require.dense("counts", tree.counts, INT32, slots)
-    require.dense("picks", picks, INT64, slots * nodes)
-
-
-def check_move(keys: Tensor, values: Tensor, source: Tensor, target: Tensor) -> None:
-    """Raise ValueError for arguments that `kv_scatter.move` does not accept."""
-    require = Requirements("move", keys.device)
-    require.holds("keys", "[pages, page_size, kv_heads, head_dim]", list(keys.shape), keys.dim() == 4)
-    require.holds("source", "[N]", list(source.shape), source.dim() == 1)
-    require.dense("keys", keys, keys.dtype, *keys.shape)
-    require.dense("values", values, values.dtype, *keys.shape[:2], *values.shape[2:])
-    require.dense("source", source, INT64, len(source))
-    require.dense("target", target, INT64, len(source))
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import Structure, c_double, c_float, c_int64, c_void_p
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from selfspec.kernels.compiler import library
 
@@ -179,7 +183,6 @@ def functions() -> ctypes.CDLL:
         "selfspec_pack_blocks": ([p, n, p, n, p, n, n, n, n], None),
         "selfspec_program": ([p, p, p, p], n),
         "selfspec_index_new": ([n, n], p),
-        "selfspec_index_bytes": ([p], n),
         "selfspec_index_add": ([p, p, n], ctypes.c_bool),
         "selfspec_index_add_text": ([p, p, n, n], ctypes.c_bool),
         "selfspec_index_state": ([p, p], n),
@@ -202,3 +205,66 @@ def functions() -> ctypes.CDLL:
 def loaded() -> ctypes.CDLL | None:
     """The compiled library if it is loaded already, else None. For callers that do without it rather than compile."""
     return functions() if functions.cache_info().currsize else None
+
+
+MAX_SINGLE_THREAD = 1 << 16  # logits up to which one thread is faster than several
+
+
+class Picks(NamedTuple):
+    """The tokens picked at N positions."""
+
+    tokens: Tensor  # int64 [N]
+    confidences: Tensor | None = None  # fp32 [N], of the tokens; None: not requested
+
+
+def sampling_bytes(
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int,
+    repetition: float = 1.0,
+    presence: float = 0.0,
+    frequency: float = 0.0,
+    ngram: int = 0,
+) -> bytes:
+    """The bytes of a `SamplingParams` structure: a row's sampling parameters for compiled functions.
+
+    `compiled_pick` ignores the penalties in it: it takes logits to which they are applied already.
+    """
+    return bytes(SamplingParams(temperature, top_p, min_p, repetition, presence, frequency, top_k, seed, ngram))
+
+
+def compiled_pick(
+    logits: Tensor,
+    params: bytes,
+    positions: Sequence[int],
+    tokens: Tensor | None = None,
+    with_confidence: bool = False,
+) -> Picks:
+    """Pick one token per row of logits on CPU. A row's pick does not depend on the other rows.
+
+    Args:
+        logits: fp32 `[N, T]`.
+        params: `sampling_bytes` of each row, joined.
+        positions: `[N]`, the index in its row's content of the token to be picked.
+        tokens: int64 `[T]` or `[N, T]`, ascending: the token ids of the logits; None: the whole vocabulary.
+        with_confidence: compute confidences.
+
+    Raises:
+        NoCompilerError: see `selfspec.kernels.compiler.library`.
+    """
+    lib, (count, size) = functions(), logits.shape
+    logits = logits if logits.dtype == torch.float32 and logits.stride(1) == 1 else logits.float().contiguous()
+    picks = logits.new_empty(count, dtype=torch.int64)
+    confidences = logits.new_empty(count) if with_confidence else None
+    threads = min(torch.get_num_threads(), count) if count * size > MAX_SINGLE_THREAD else 1
+    memory = logits.new_empty(threads * lib.selfspec_pick_floats(size))
+    names, stride = (None, 0) if tokens is None else (tokens.data_ptr(), tokens.stride(0) if tokens.dim() > 1 else 0)
+    at = (ctypes.c_int64 * count)(*positions)
+    lib.selfspec_pick(
+        *(logits.data_ptr(), logits.stride(0), count, size, params, at, names, stride),
+        *(picks.data_ptr(), None if confidences is None else confidences.data_ptr()),
+        *(memory.data_ptr(), threads),
+    )
+    return Picks(picks, confidences)

@@ -111,7 +111,7 @@ def _folder(name: str) -> tuple[Path, bool]:
     It is in selfspec's cache folder if the file exists there or can be written there. Else it is a temporary folder,
     with a warning.
     """
-    from selfspec.kernels.places import cache_folder, say_unkept
+    from selfspec.kernels.machine import cache_folder, warn_not_kept
 
     try:
         place = cache_folder() / "compiled"
@@ -121,5 +121,5 @@ def _folder(name: str) -> tuple[Path, bool]:
         with tempfile.TemporaryFile(dir=place):
             return place, True
     except OSError as problem:
-        say_unkept(problem)
+        warn_not_kept(problem)
     return Path(tempfile.mkdtemp(prefix="selfspec-")), False

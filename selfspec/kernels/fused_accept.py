@@ -1,4 +1,7 @@
-"""Acceptance of every row's draft on the device (Triton). `reference.accept` is the reference implementation."""
+"""Acceptance of every row's draft, and the rows of the next round, on the device (Triton).
+
+`selfspec.kernels.reference` has the reference implementations, of the same names.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfspec.kernels.checks import check_accept
-from selfspec.kernels.layout import Accepted
+from selfspec.kernels.checks import check_accept, check_advance
+from selfspec.kernels.layout import CONTENT, LAST, REMAINING, Accepted
 
 
 def accept(
@@ -16,10 +19,9 @@ def accept(
     picks: Tensor,
     starts: Tensor,
     counts: Tensor,
-    room: Tensor,
+    remaining: Tensor,
     eos: Tensor,
     most_new: int,
-    sums: Tensor | None = None,
 ) -> Accepted:
     """Accept the longest prefix of each draft that equals the target's picks, and the target's next pick.
 
@@ -30,36 +32,33 @@ def accept(
         picks: int64 `[N]`, the target's pick after each of them.
         starts: int32 `[S]`, where each row's tokens begin among the N.
         counts: int32 `[S]`, drafted tokens + 1; 0: an empty slot.
-        room: int32 `[S]`, tokens that the row may still emit.
+        remaining: int32 `[S]`, tokens that the row may still emit.
         eos: int64 `[S, E]`, tokens that end each row; -1 in unused entries.
         most_new: maximum of `counts`.
-        sums: int64 `[2, >= most_new]`, updated in place: by draft position, the numbers of verified and of accepted
-            tokens are added.
 
     Raises:
         ValueError: an argument has the wrong dtype, shape, layout or device; see `checks.check_accept`.
     """
-    check_accept(fed, picks, starts, counts, room, eos, most_new, sums)
+    check_accept(fed, picks, starts, counts, remaining, eos)
     slots, device = counts.shape[0], counts.device
     made = torch.empty((3, slots), dtype=torch.int32, device=device)
     last = torch.empty(slots, dtype=torch.int64, device=device)
     record = torch.empty((slots, 3 + 2 * most_new), dtype=torch.int64, device=device)
     _accept[(slots,)](
-        fed, picks, starts, counts, room, eos, sums, made, last, record,
-        slots, 0 if sums is None else sums.stride(0), eos.stride(0), most_new,
-        EOS=eos.shape[1], BLOCK=triton.next_power_of_2(most_new), SUMS=sums is not None, num_warps=1,
+        fed, picks, starts, counts, remaining, eos, made, last, record, slots, eos.stride(0), most_new,
+        EOS=eos.shape[1], BLOCK=triton.next_power_of_2(most_new), num_warps=1,
     )  # fmt: skip
     return Accepted(made[0], made[1], made[2], last, record)
 
 
-@triton.jit(do_not_specialize=["slots", "sums_row", "eos_row", "most_new"])
+@triton.jit(do_not_specialize=["slots", "eos_row", "most_new"])
 def _accept(
-    fed_ptr, picks_ptr, starts_ptr, counts_ptr, room_ptr, eos_ptr, sums_ptr, made_ptr, last_ptr, record_ptr,
-    slots, sums_row, eos_row, most_new, EOS: tl.constexpr, BLOCK: tl.constexpr, SUMS: tl.constexpr,
+    fed_ptr, picks_ptr, starts_ptr, counts_ptr, remaining_ptr, eos_ptr, made_ptr, last_ptr, record_ptr,
+    slots, eos_row, most_new, EOS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0)
     count, start = tl.load(counts_ptr + slot), tl.load(starts_ptr + slot)
-    room = tl.load(room_ptr + slot)
+    remaining = tl.load(remaining_ptr + slot)
     place = tl.arange(0, BLOCK)
     drafted = tl.maximum(count - 1, 0)
     guess = tl.load(fed_ptr + start + 1 + place, mask=place < drafted, other=-1)
@@ -71,8 +70,8 @@ def _accept(
         ends = ends | (own == tl.load(eos_ptr + slot * eos_row + i))
     end = tl.min(tl.where(ends & (place <= accepted) & (place < count), place, BLOCK), 0)
     block = tl.where(count > 0, accepted + 1, 0)
-    kept = tl.minimum(tl.minimum(block, end + 1), room)
-    ended = tl.where(kept == end + 1, 1, tl.where(kept == room, 2, 0))
+    kept = tl.minimum(tl.minimum(block, end + 1), remaining)
+    ended = tl.where(kept == end + 1, 1, tl.where(kept == remaining, 2, 0))
     ended = tl.where(count > 0, ended, 0)
     tl.store(made_ptr + slot, accepted)
     tl.store(made_ptr + slots + slot, kept)
@@ -84,10 +83,40 @@ def _accept(
     tl.store(record + 2, kept.to(tl.int64))
     tl.store(record + 3 + place, guess, mask=place < most_new)
     tl.store(record + 3 + most_new + place, own, mask=place < most_new)
-    if SUMS:  # tokens after the row's end do not count as verified
-        right = tl.minimum(accepted, kept)
-        tried = tl.where(kept < accepted, kept, drafted)
-        judged = tl.minimum(right + 1, tried)
-        one = tl.full((BLOCK,), 1, tl.int64)
-        tl.atomic_add(sums_ptr + place, one, mask=place < judged)
-        tl.atomic_add(sums_ptr + sums_row + place, one, mask=place < right)
+
+
+def advance(state: Tensor, num_kept: Tensor, ended: Tensor, last: Tensor) -> None:
+    """Advance every row by the tokens that it kept; a row that ended becomes an empty slot.
+
+    Args:
+        state: int64 `[S, C]`, updated in place. Its columns `layout.LAST`, `layout.CONTENT` and `layout.REMAINING` hold
+            the row's last token, its number of tokens (0: an empty slot), and the tokens that it may still emit.
+        num_kept, ended, last: the fields of `Accepted`, `[S]`.
+
+    Raises:
+        ValueError: an argument has the wrong dtype, shape, layout or device; see `checks.check_advance`.
+    """
+    check_advance(state, num_kept, ended, last)
+    slots = state.shape[0]
+    block = triton.next_power_of_2(slots)
+    _advance[(1,)](
+        state, num_kept, ended, last, slots, state.stride(0),
+        LAST=LAST, CONTENT=CONTENT, REMAINING=REMAINING, BLOCK=block, num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["slots", "state_row"])
+def _advance(
+    state_ptr, kept_ptr, ended_ptr, last_ptr, slots, state_row,
+    LAST: tl.constexpr, CONTENT: tl.constexpr, REMAINING: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    slot = tl.arange(0, BLOCK)
+    real = slot < slots
+    row = state_ptr + slot.to(tl.int64) * state_row
+    kept = tl.load(kept_ptr + slot, mask=real, other=0).to(tl.int64)
+    goes_on = tl.load(ended_ptr + slot, mask=real, other=0) == 0
+    content = tl.load(row + CONTENT, mask=real, other=0)
+    remaining = tl.load(row + REMAINING, mask=real, other=0)
+    tl.store(row + LAST, tl.load(last_ptr + slot, mask=real, other=0), mask=real)
+    tl.store(row + CONTENT, tl.where(goes_on, content + kept, 0), mask=real)
+    tl.store(row + REMAINING, tl.where(goes_on, remaining - kept, 0), mask=real)

@@ -20,62 +20,36 @@ BLOCK = 2048  # tokens of the vocabulary per program
 WIDE = 8192  # tokens per step of the search for a bound
 
 
-def pick(
-    logits: Tensor, sampling: SamplingTensors, noise: Tensor | None = None, names: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Pick one token per place. Returns tokens, int64 `[N]`, and confidences, fp32 `[N]`.
+def pick(logits: Tensor, sampling: SamplingTensors, names: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Pick one token per place. Returns tokens, int64 `[N]`, and confidences, fp32 `[N]`; see `kernels.pick.best_of`.
 
-    See `executors.pick.pick_surely`. Among equal scores the lowest token wins. A NaN logit counts as the largest, as in
-    `torch.argmax`.
+    Among equal scores the lowest token wins. A NaN logit counts as the largest, as in `torch.argmax`. Of logits
+    that are equal to a filter's bound, all are kept; transformers' top-p keeps some of them.
 
     Args:
         logits: fp32 `[N, T]`, of the whole vocabulary or of a part of it.
         sampling: how each place picks.
-        noise: fp32 `[N, T]`, used instead of the hashed noise.
         names: int64 `[T]`, ascending: the token ids of the logits, which determine the noise; None: 0 to T - 1.
 
     Raises:
         ValueError: an argument has the wrong dtype, shape, layout or device; see `checks.check_pick`.
     """
-    return _picked(logits, sampling, noise, names, False)[:2]
-
-
-def pick_two(
-    logits: Tensor, sampling: SamplingTensors, noise: Tensor | None = None, names: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Pick one token per place, and its second choice: the token that would have been picked without it, int64 `[N]`.
-
-    Returns tokens, confidences and second choices. The arguments are those of `pick`; see `executors.pick`.
-    """
-    picks, sure, seconds = _picked(logits, sampling, noise, names, True)
-    assert seconds is not None
-    return picks, sure, seconds
-
-
-def _picked(
-    logits: Tensor, sampling: SamplingTensors, noise: Tensor | None, names: Tensor | None, with_seconds: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    check_pick(logits, sampling, noise, names)
+    check_pick(logits, sampling, names)
     count, size = logits.shape
     blocks = triton.cdiv(size, BLOCK)
     bounds = _bounds(logits, sampling) if sampling.sampled and sampling.filtered else None
-    tops, totals, *next_tops = logits.new_empty((2 + with_seconds, count, blocks))
-    tokens, *next_tokens = logits.new_empty((1 + with_seconds, count, blocks), dtype=torch.int64)
-    others = (next_tops[0], next_tokens[0]) if with_seconds else (None, None)
+    tops, totals = logits.new_empty((2, count, blocks))
+    tokens = logits.new_empty((count, blocks), dtype=torch.int64)
     _pick_of_block[(count, blocks)](
-        logits, noise, bounds, names, sampling.temperature, sampling.seeds, sampling.positions,
-        tops, totals, tokens, *others, logits.stride(0), size,
-        BLOCK=BLOCK, SAMPLED=sampling.sampled, BOUNDED=bounds is not None, HASHED=noise is None,
-        NAMED=names is not None, SECONDS=with_seconds, num_warps=4,
+        logits, bounds, names, sampling.temperature, sampling.seeds, sampling.positions,
+        tops, totals, tokens, logits.stride(0), size,
+        BLOCK=BLOCK, SAMPLED=sampling.sampled, BOUNDED=bounds is not None, NAMED=names is not None, num_warps=4,
     )  # fmt: skip
-    picks, *seconds = logits.new_empty((1 + with_seconds, count), dtype=torch.int64)
-    sure = logits.new_empty(count)
-    second = seconds[0] if with_seconds else None
+    picks, confidences = logits.new_empty(count, dtype=torch.int64), logits.new_empty(count)
     _pick_of_row[(count,)](
-        tops, totals, tokens, *others, picks, sure, second, blocks,
-        BLOCKS=triton.next_power_of_2(blocks), SECONDS=with_seconds, num_warps=1,
-    )  # fmt: skip
-    return picks, sure, second
+        tops, totals, tokens, picks, confidences, blocks, BLOCKS=triton.next_power_of_2(blocks), num_warps=1
+    )
+    return picks, confidences
 
 
 def _bounds(logits: Tensor, sampling: SamplingTensors) -> Tensor:
@@ -125,10 +99,9 @@ def _gumbel(seed, position, token):
 
 @triton.jit
 def _pick_of_block(
-    logits_ptr, noise_ptr, bounds_ptr, names_ptr, temperature_ptr, seeds_ptr, positions_ptr,
-    tops_ptr, totals_ptr, tokens_ptr, next_tops_ptr, next_tokens_ptr, stride, vocab,
-    BLOCK: tl.constexpr, SAMPLED: tl.constexpr, BOUNDED: tl.constexpr, HASHED: tl.constexpr, NAMED: tl.constexpr,
-    SECONDS: tl.constexpr,
+    logits_ptr, bounds_ptr, names_ptr, temperature_ptr, seeds_ptr, positions_ptr,
+    tops_ptr, totals_ptr, tokens_ptr, stride, vocab,
+    BLOCK: tl.constexpr, SAMPLED: tl.constexpr, BOUNDED: tl.constexpr, NAMED: tl.constexpr,
 ):  # fmt: skip
     row, block = tl.program_id(0), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -138,13 +111,10 @@ def _pick_of_block(
         if temperature > 0:
             if BOUNDED:
                 score = tl.where(score >= tl.load(bounds_ptr + row), score, float("-inf"))
-            if HASHED:
-                name = token
-                if NAMED:
-                    name = tl.load(names_ptr + token, mask=token < vocab, other=0)
-                score += _gumbel(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), name)
-            else:
-                score += tl.load(noise_ptr + row.to(tl.int64) * vocab + token, mask=token < vocab, other=0.0)
+            name = token
+            if NAMED:
+                name = tl.load(names_ptr + token, mask=token < vocab, other=0)
+            score += _gumbel(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), name)
     else:
         score = _scaled(logits_ptr, row, stride, token, vocab, 1.0)
     top, best = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
@@ -152,11 +122,6 @@ def _pick_of_block(
     tl.store(tops_ptr + at, top)
     tl.store(tokens_ptr + at, _name(names_ptr, block * BLOCK + best, NAMED))
     tl.store(totals_ptr + at, tl.sum(tl.exp(score - tl.where(top == float("-inf"), 0.0, top)), 0))
-    if SECONDS:
-        rest = tl.where(token == block * BLOCK + best, float("-inf"), score)
-        top, best = tl.max(rest, 0, return_indices=True, return_indices_tie_break_left=True)
-        tl.store(next_tops_ptr + at, top)
-        tl.store(next_tokens_ptr + at, _name(names_ptr, block * BLOCK + best, NAMED))
 
 
 @triton.jit
@@ -170,8 +135,7 @@ def _name(names_ptr, at, NAMED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["blocks"])
 def _pick_of_row(
-    tops_ptr, totals_ptr, tokens_ptr, next_tops_ptr, next_tokens_ptr, picks_ptr, sure_ptr, seconds_ptr, blocks,
-    BLOCKS: tl.constexpr, SECONDS: tl.constexpr,
+    tops_ptr, totals_ptr, tokens_ptr, picks_ptr, confidences_ptr, blocks, BLOCKS: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0)
     block = tl.arange(0, BLOCKS)
@@ -181,14 +145,7 @@ def _pick_of_row(
     top, best = tl.max(tops, 0, return_indices=True, return_indices_tie_break_left=True)
     total = tl.sum(totals * tl.exp(tops - tl.where(top == float("-inf"), 0.0, top)), 0)
     tl.store(picks_ptr + row, tl.load(tokens_ptr + row * blocks + best))
-    tl.store(sure_ptr + row, 1.0 / tl.where(total > 0, total, 1.0))
-    if SECONDS:  # the best of the other blocks, or the next of the same one
-        own = row * blocks + best
-        tops = tl.where(block == best, tl.load(next_tops_ptr + own), tops)
-        top, other = tl.max(tops, 0, return_indices=True, return_indices_tie_break_left=True)
-        at = row * blocks + other
-        second = tl.where(other == best, tl.load(next_tokens_ptr + own), tl.load(tokens_ptr + at))
-        tl.store(seconds_ptr + row, second)
+    tl.store(confidences_ptr + row, 1.0 / tl.where(total > 0, total, 1.0))
 
 
 @triton.jit

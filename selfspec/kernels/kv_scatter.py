@@ -1,7 +1,4 @@
-"""Writes new keys and values to KV pages, and moves some (Triton).
-
-`selfspec.kernels.reference.scatter` and `selfspec.kernels.reference_trees.move` are the references.
-"""
+"""Writes new keys and values to KV pages (Triton). `reference.scatter` is the reference implementation."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfspec.kernels.checks import check_move, check_scatter
+from selfspec.kernels.checks import check_scatter
 
 
 def scatter(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -53,37 +50,3 @@ def _scatter(
     value = tl.load(value_ptr + token * value_token + head * value_head + d, mask=inside)
     tl.store(keys_ptr + slot * WIDTH + at, key, mask=inside)
     tl.store(values_ptr + slot * WIDTH + at, value, mask=inside)
-
-
-def move(keys: Tensor, values: Tensor, source: Tensor, target: Tensor) -> None:
-    """Copy keys and values of N tokens to other places of the cache. No place may be both a source and a target.
-
-    Args:
-        keys: pages of keys, `[pages, page_size, kv_heads, head_dim]`.
-        values: pages of values, as many.
-        source: int64 `[N]`, page * page_size + offset.
-        target: int64 `[N]`, the same; negative: this one is not copied, and its source is not read.
-
-    Raises:
-        ValueError: an argument has the wrong dtype, shape, layout or device; see `checks.check_move`.
-    """
-    check_move(keys, values, source, target)
-    widths = [one.shape[2] * one.shape[3] for one in (keys, values)]
-    block = triton.next_power_of_2(max(widths))
-    _move[(len(source),)](
-        keys, values, source, target, KEYS=widths[0], VALUES=widths[1], BLOCK=block,
-        num_warps=min(8, max(1, block // 256)),
-    )  # fmt: skip
-
-
-@triton.jit
-def _move(keys_ptr, values_ptr, source_ptr, target_ptr, KEYS: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr):
-    one = tl.program_id(0)
-    target = tl.load(target_ptr + one)
-    if target < 0:
-        return
-    source, at = tl.load(source_ptr + one), tl.arange(0, BLOCK)
-    key = tl.load(keys_ptr + source * KEYS + at, mask=at < KEYS)
-    value = tl.load(values_ptr + source * VALUES + at, mask=at < VALUES)
-    tl.store(keys_ptr + target * KEYS + at, key, mask=at < KEYS)
-    tl.store(values_ptr + target * VALUES + at, value, mask=at < VALUES)

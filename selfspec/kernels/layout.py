@@ -31,50 +31,10 @@ class Layout(NamedTuple):
     positions: Tensor  # int64 [N], its position
     most_new: int  # upper bound of `counts`
     most_tokens: int  # upper bound of `lengths`
-    trees: Trees | None = None  # None: no row is a tree
-
-
-class Trees(NamedTuple):
-    """Rows that end with the nodes of a tree. Their new tokens are its last nodes.
-
-    A new token of such a row attends to all tokens before the tree, to its ancestors, and to itself. For a row without
-    a tree, the root is its length.
-    """
-
-    roots: Tensor  # int32 [S], index of the first node among the row's tokens
-    positions: Tensor  # int32 [S, MOST_NODES], position of each node
-    ancestors: Tensor  # int64 [N], bit j is set if the new token attends to node j
-
-
-MOST_NODES = 64  # maximum nodes of a tree: the bits of an int64 mask
-
-
-class DraftTree(NamedTuple):
-    """The nodes of every slot's draft: its last token, its chain of drafted tokens, then second choices.
-
-    Slots have W places for nodes. Unused ones hold token 0, parent -1, and no ancestors.
-    """
-
-    tokens: Tensor  # int64 [S, W]
-    parents: Tensor  # int32 [S, W], the parent of each node; -1 for node 0
-    chains: Tensor  # int32 [S], drafted tokens of the chain
-    counts: Tensor  # int32 [S], nodes; 0 for an empty slot
-    positions: Tensor  # int32 [S, MOST_NODES], position of each node
-    ancestors: Tensor  # int64 [S, W], as in `Trees`
-
-
-class Branches(NamedTuple):
-    """The branch of every slot's tree that the output follows, as a chain."""
-
-    tokens: Tensor  # int64 [S * width], the last token, then the drafted ones, in `width` places per slot
-    picks: Tensor  # int64 [S * width], the target's pick after each of them
-    counts: Tensor  # int32 [S], tokens of the branch; 0 for an empty slot
-    nodes: Tensor  # int32 [S], the accepted second choice; 0: none
-    depths: Tensor  # int32 [S], its place in the branch
 
 
 class SamplingTensors(NamedTuple):
-    """How each of N places picks: the fields of `selfspec.executors.pick.Sampling` as tensors."""
+    """How each of N places picks: the fields of `selfspec.core.SamplingParams` as tensors."""
 
     temperature: Tensor  # fp32 [N], 0: greedy
     top_k: Tensor  # int32 [N], 0: no limit
@@ -91,11 +51,11 @@ class Accepted(NamedTuple):
 
     num_accepted: Tensor  # int32 [S], number of accepted drafted tokens
     num_kept: Tensor  # int32 [S], tokens kept of the accepted ones and the next pick, up to the row's end
-    ended: Tensor  # int32 [S], 0: the row continues; ENDED_BY_EOS; ENDED_BY_LENGTH: it has no room left
+    ended: Tensor  # int32 [S], 0: the row continues; ENDED_BY_EOS; ENDED_BY_LENGTH: it may emit no more
     last: Tensor  # int64 [S], the last kept token, which the next round feeds first
     record: Tensor  # int64 [S, 3 + 2 * most_new]: counts of drafted, accepted and kept tokens; drafted tokens; picks
 
 
 ENDED_BY_EOS, ENDED_BY_LENGTH = 1, 2
 
-LAST, CONTENT, ROOM = range(3)  # columns of the rows that `advance` updates
+LAST, CONTENT, REMAINING = range(3)  # columns of the rows that `advance` updates

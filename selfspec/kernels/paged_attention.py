@@ -16,7 +16,7 @@ from torch import Tensor
 
 from selfspec.kernels.attention_splits import _combine, tile_splits, tiling_of
 from selfspec.kernels.checks import check_attend
-from selfspec.kernels.layout import MOST_NODES, Layout
+from selfspec.kernels.layout import Layout
 
 SPLITS_PER_STEP = 16  # of the combination
 
@@ -34,7 +34,7 @@ def attend(
     tile_rows: int | None = None,
     split: int | None = None,
 ) -> Tensor:
-    """Causal attention of every new token over its row; nodes of a tree attend to their ancestors only.
+    """Causal attention of every new token over its row.
 
     Returns `[N, heads, head_dim]`, with zeros for padding.
 
@@ -69,17 +69,16 @@ def attend(
     out = queries.new_empty((count, heads, dim))
     partial = queries.new_empty((plan.most, count, heads, dim), dtype=torch.float32) if has_parts else None
     tops, totals = queries.new_empty((2, plan.most, count, heads), dtype=torch.float32) if has_parts else (None, None)
-    roots, nodes, ancestors = layout.trees or (None, None, None)
     divided = (window or 0, chunk or 0, plan.parts, plan.least, plan.longest, count)
     shape = {
         "HEADS": heads, "DIM": dim, "BLOCK_D": tiling.block_d, "BLOCK_N": tiling.block_n, "QUERIES": tiling.queries,
-        "SPLIT": split or 0, "NODES": 0 if layout.trees is None else MOST_NODES, "WINDOW": window is not None,
+        "SPLIT": split or 0, "WINDOW": window is not None,
         "CHUNK": chunk is not None, "SINKS": sinks is not None, "DIRECT": is_direct,
     }  # fmt: skip
     _split[(tiling.tiles + 1, kv_heads, plan.most)](
         queries, keys, values, out, partial, tops, totals, sinks,
-        layout.starts, layout.counts, layout.lengths, layout.pages, layout.rows, layout.positions,
-        roots, nodes, ancestors, scale, softcap or 0.0, *divided,
+        layout.starts, layout.counts, layout.lengths, layout.pages, layout.rows,
+        scale, softcap or 0.0, *divided,
         queries.stride(0), queries.stride(1), layout.pages.stride(0), tiling.blocks,
         **shape, SHARE=heads // kv_heads, PAGE_SIZE=page_size, KV_HEADS=kv_heads, ROWS=tiling.rows,
         SOFTCAP=softcap is not None, PARTS=has_parts, UPCAST=triton.knobs.runtime.interpret, **tiling.options,
@@ -88,7 +87,7 @@ def attend(
         at_once = SPLITS_PER_STEP if split else min(SPLITS_PER_STEP, triton.next_power_of_2(plan.most))
         _combine[(count, heads)](
             partial, tops, totals, sinks, out,
-            layout.rows, layout.starts, layout.counts, layout.lengths, roots, *divided,
+            layout.rows, layout.starts, layout.counts, layout.lengths, *divided,
             **shape, BLOCK_S=at_once, num_warps=4,
         )  # fmt: skip
     return out
@@ -97,11 +96,11 @@ def attend(
 @triton.jit(do_not_specialize=["window", "chunk", "parts", "least", "longest", "num_tokens", "blocks"])
 def _split(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, tops_ptr, totals_ptr, sinks_ptr,
-    starts_ptr, counts_ptr, lengths_ptr, pages_ptr, rows_ptr, positions_ptr, roots_ptr, nodes_ptr, ancestors_ptr,
+    starts_ptr, counts_ptr, lengths_ptr, pages_ptr, rows_ptr,
     scale, softcap, window, chunk, parts, least, longest, num_tokens, q_token, q_head, pages_row, blocks,
     HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
     ROWS: tl.constexpr, QUERIES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
-    NODES: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     PARTS: tl.constexpr, DIRECT: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     kv_head, split = tl.program_id(1), tl.program_id(2)
@@ -117,12 +116,9 @@ def _split(
     if first >= count:
         return
     context = length - count  # tokens before the new ones
-    root = length
-    if NODES > 0:
-        root = tl.load(roots_ptr + slot)
     low, high, begin, size, splits = tile_splits(
-        context + first, QUERIES, length, root, window, chunk, parts, least, longest,
-        BLOCK_N, SPLIT, NODES, WINDOW, CHUNK,
+        context + first, QUERIES, length, window, chunk, parts, least, longest,
+        BLOCK_N, SPLIT, WINDOW, CHUNK,
     )  # fmt: skip
     if PARTS:
         if split >= splits:
@@ -137,10 +133,6 @@ def _split(
     q_mask = live[:, None] & (d < DIM)[None, :]
     q = tl.load(q_ptr + token[:, None] * q_token + (head * q_head)[:, None] + d[None, :], mask=q_mask, other=0.0)
     position = context + query
-    seen_by = tl.zeros((ROWS,), tl.int64)
-    if NODES > 0:
-        position = tl.load(positions_ptr + token, mask=live, other=0).to(tl.int32)
-        seen_by = tl.load(ancestors_ptr + token, mask=live, other=0)
     if UPCAST:
         q = q.to(tl.float32)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -164,7 +156,7 @@ def _split(
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if SOFTCAP:
             score = softcap * (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0))
-        seen = _seen(kv, there, position, root, seen_by, nodes_ptr, slot, window, chunk, NODES, WINDOW, CHUNK)
+        seen = _seen(kv, there, position, window, chunk, WINDOW, CHUNK)
         score = tl.where(seen, score * 1.4426950408889634, float("-inf"))
         top, total, acc = _added(score, v, top, total, acc)
     if PARTS:  # noqa: SIM102 - known when compiling
@@ -210,20 +202,10 @@ def _pages(table_ptr, base, high, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["window", "chunk"])
-def _seen(
-    kv, there, position, root, seen_by, nodes_ptr, slot, window, chunk,
-    NODES: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Which tokens `kv` each query attends to: those up to itself; in trees, those before the root and ancestors."""
+def _seen(kv, there, position, window, chunk, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """Which tokens `kv` each query attends to: those up to itself, within the reach."""
     key_at = kv[None, :]
     seen = there[None, :] & (key_at <= position[:, None])
-    if NODES > 0:
-        node = tl.minimum(tl.maximum(kv - root, 0), NODES - 1)
-        inside = there & (kv >= root)
-        bit = (seen_by[:, None] >> node[None, :].to(tl.int64)) & 1
-        seen = tl.where(inside[None, :], bit != 0, seen)
-        if WINDOW or CHUNK:
-            key_at = tl.where(inside, tl.load(nodes_ptr + slot * NODES + node, mask=inside, other=0), kv)[None, :]
     if WINDOW:
         seen = seen & (position[:, None] - key_at < window)
     if CHUNK:

@@ -1,16 +1,38 @@
 """Reference implementations of all kernels in torch: the same arguments and results, on any device and in any dtype.
 
-They never wait for the device, so they can be recorded and replayed, too.
+`pick` and `accept` are torch's own pick and acceptance rule (`selfspec.kernels.pick`), which read numbers on the host.
+The others never wait for the device, so that they can be recorded. Those of fused layers round to the dtype after
+every operation, as transformers' modules do.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from selfspec.kernels.checks import check_accept, check_advance, check_attend, check_pick, check_scatter
-from selfspec.kernels.gumbel import gumbel
-from selfspec.kernels.layout import CONTENT, LAST, MOST_NODES, ROOM, Accepted, Layout, SamplingTensors
+from selfspec.kernels.checks import (
+    check_accept,
+    check_add_norm,
+    check_advance,
+    check_attend,
+    check_gate,
+    check_pick,
+    check_rotate,
+    check_scatter,
+)
+from selfspec.kernels.layout import (
+    CONTENT,
+    ENDED_BY_EOS,
+    ENDED_BY_LENGTH,
+    LAST,
+    REMAINING,
+    Accepted,
+    Layout,
+    Norm,
+    SamplingTensors,
+)
+from selfspec.kernels.pick import Subset, best_of, num_accepted, params_of, scored, to_token_ids
 
 
 def scatter(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -48,7 +70,7 @@ def attend(
     length = layout.lengths[own][:, None]
     there = (at < length) & (layout.rows >= 0)[:, None]
     places = torch.where(there, pages * keys.shape[1] + at % keys.shape[1], 0)
-    seen = there & _visible(layout, own, at, window, chunk)
+    seen = there & _visible(layout, at, window, chunk)
     mask = there[:, :, None, None]
     k = keys.flatten(0, 1)[places].masked_fill_(~mask, 0)  # [N, T, kv_heads, dim]
     v = values.flatten(0, 1)[places].masked_fill_(~mask, 0)
@@ -65,79 +87,23 @@ def attend(
     return out.reshape(count, heads, dim).to(queries.dtype)
 
 
-def _visible(layout: Layout, own: Tensor, at: Tensor, window: int | None, chunk: int | None) -> Tensor:
+def _visible(layout: Layout, at: Tensor, window: int | None, chunk: int | None) -> Tensor:
     """Whether each new token may attend to each token of its row, bool `[N, T]`."""
     position = layout.positions[:, None]
-    key_at = at.expand(len(own), -1)
-    seen = key_at <= position
-    if layout.trees is not None:
-        roots, positions, ancestors = layout.trees
-        node = at - roots[own][:, None]  # [N, T]
-        inside = node.clamp(0, MOST_NODES - 1)
-        seen = torch.where(node < 0, seen, ((ancestors[:, None] >> inside) & 1).bool())
-        key_at = torch.where(node < 0, key_at, positions[own].gather(1, inside))
+    seen = at <= position
     if window is not None:
-        seen = seen & (position - key_at < window)
+        seen = seen & (position - at < window)
     if chunk is not None:
-        seen = seen & (key_at // chunk == position // chunk)
+        seen = seen & (at // chunk == position // chunk)
     return seen
 
 
-def pick(
-    logits: Tensor, sampling: SamplingTensors, noise: Tensor | None = None, names: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The reference of `selfspec.kernels.fused_pick.pick`."""
-    check_pick(logits, sampling, noise, names)
-    picks, sure = _best(scores(logits, sampling, noise, names))
-    return (picks if names is None else names[picks]), sure
-
-
-def pick_two(
-    logits: Tensor, sampling: SamplingTensors, noise: Tensor | None = None, names: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The reference of `selfspec.kernels.fused_pick.pick_two`."""
-    check_pick(logits, sampling, noise, names)
-    found = scores(logits, sampling, noise, names)
-    picks, sure = _best(found)
-    seconds = found.scatter(1, picks[:, None], float("-inf")).argmax(-1)
-    return (picks, sure, seconds) if names is None else (names[picks], sure, names[seconds])
-
-
-def _best(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The places of the highest scores, int64 `[N]`, and their shares in the softmax of all."""
-    picks = scores.argmax(-1, keepdim=True)
-    return picks[:, 0], scores.softmax(-1).gather(1, picks)[:, 0]
-
-
-def scores(
-    logits: Tensor, sampling: SamplingTensors, noise: Tensor | None = None, names: Tensor | None = None
-) -> Tensor:
-    """The scores whose argmax is the pick, fp32 `[N, T]`: logits, or filtered logits plus noise for sampling."""
-    found = logits.float()
-    if not sampling.sampled:
-        return found
-    hot = (sampling.temperature > 0)[:, None]
-    kept = scaled = found / torch.where(hot, sampling.temperature[:, None], 1)
-    if sampling.filtered:
-        kept = scaled.masked_fill(scaled < _bounds(scaled, sampling)[:, None], float("-inf"))
-    if noise is None:
-        if names is None:
-            names = torch.arange(found.shape[1], device=found.device)  # not cached: a recording must hold it
-        noise = gumbel(sampling.seeds, sampling.positions, found.shape[1], names[None])
-    return torch.where(hot, kept + noise, found)
-
-
-def _bounds(scaled: Tensor, sampling: SamplingTensors) -> Tensor:
-    """The smallest scaled logit that each row keeps, fp32 `[N]`. Of equal logits, all or none are kept."""
-    ordered = scaled.sort(-1, descending=True).values
-    top_k = torch.where(sampling.top_k > 0, sampling.top_k, scaled.shape[1]).clamp(max=scaled.shape[1]).long()
-    bound = ordered.gather(1, top_k[:, None] - 1)
-    mass = (ordered - ordered[:, :1]).exp().masked_fill(ordered < bound, 0)
-    before = mass.cumsum(-1) - mass  # mass of more probable tokens
-    enough = (before < sampling.top_p[:, None] * mass.sum(-1, keepdim=True)).sum(-1, keepdim=True).clamp(min=1)
-    nucleus = torch.maximum(bound, ordered.gather(1, enough - 1))
-    bound = torch.where(sampling.top_p[:, None] < 1, nucleus, bound)[:, 0]
-    return torch.maximum(bound, ordered[:, 0] + sampling.min_p.log())
+def pick(logits: Tensor, sampling: SamplingTensors, names: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The reference of `selfspec.kernels.fused_pick.pick`. It reads how rows pick on the host."""
+    check_pick(logits, sampling, names)
+    subset = None if names is None else Subset(names, len(names))
+    picks, confidences = best_of(scored(logits, params_of(sampling), sampling.positions, None, subset))
+    return to_token_ids(picks, subset), confidences
 
 
 def accept(
@@ -145,41 +111,88 @@ def accept(
     picks: Tensor,
     starts: Tensor,
     counts: Tensor,
-    room: Tensor,
+    remaining: Tensor,
     eos: Tensor,
     most_new: int,
-    sums: Tensor | None = None,
 ) -> Accepted:
-    """The reference of `selfspec.kernels.fused_accept.accept`."""
-    check_accept(fed, picks, starts, counts, room, eos, most_new, sums)
-    place = torch.arange(most_new, device=fed.device)
-    counts, room = counts.long()[:, None], room.long()[:, None]
-    drafted = (counts - 1).clamp(min=0)
-    at = starts.long()[:, None] + place
-    guess = torch.where(place < drafted, fed[(at + 1).clamp(max=len(fed) - 1)], -1)
-    own = torch.where(place < counts, picks[at.clamp(max=len(fed) - 1)], -1)
-    wrong = (place < drafted) & (guess != own)
-    accepted = torch.where(wrong, place, drafted).amin(1, keepdim=True)
-    ends = (own[:, :, None] == eos[:, None]).any(-1) & (place <= accepted) & (place < counts)
-    end = torch.where(ends, place, most_new + 1).amin(1, keepdim=True)
-    block = torch.where(counts > 0, accepted + 1, 0)
-    kept = torch.minimum(torch.minimum(block, end + 1), room)
-    ended = torch.where(kept == end + 1, 1, torch.where(kept == room, 2, 0)) * (counts > 0)
-    last = torch.where(place == kept - 1, own, 0).sum(1)
-    if sums is not None:
-        right = torch.minimum(accepted, kept)
-        judged = torch.minimum(right + 1, torch.where(kept < accepted, kept, drafted))
-        sums[0, :most_new] += (place < judged).sum(0)
-        sums[1, :most_new] += (place < right).sum(0)
-    record = torch.cat([drafted, accepted, kept, guess, own], 1)
-    accepted, kept, ended = (one[:, 0].int() for one in (accepted, kept, ended))
-    return Accepted(accepted, kept, ended, last, record)
+    """The reference of `selfspec.kernels.fused_accept.accept`. It decides on the host."""
+    check_accept(fed, picks, starts, counts, remaining, eos)
+    numbers, lasts, records = list[list[int]](), list[int](), list[list[int]]()
+    rows = zip(starts.tolist(), counts.tolist(), remaining.tolist(), eos.tolist(), strict=True)
+    for start, count, most, ends in rows:
+        drafted, own = fed[start + 1 : start + count].tolist(), picks[start : start + count].tolist()
+        accepted = num_accepted(drafted, own)
+        block = own[: accepted + 1]
+        end = next((i + 1 for i, token in enumerate(block) if token in ends), most_new + 2)
+        kept = min(len(block), end, most)
+        ended = 0 if not count else ENDED_BY_EOS if kept == end else ENDED_BY_LENGTH if kept == most else 0
+        numbers.append([accepted, kept, ended])
+        lasts.append(own[kept - 1] if kept else 0)
+        padded = [[*one, *[-1] * (most_new - len(one))] for one in (drafted, own)]
+        records.append([len(drafted), accepted, kept, *padded[0], *padded[1]])
+    device = fed.device
+    results = torch.tensor(numbers, dtype=torch.int32, device=device).t().contiguous()
+    accepts, keeps, ends_by = results.unbind()
+    return Accepted(accepts, keeps, ends_by, torch.tensor(lasts, device=device), torch.tensor(records, device=device))
 
 
 def advance(state: Tensor, num_kept: Tensor, ended: Tensor, last: Tensor) -> None:
-    """The reference of `selfspec.kernels.fused_advance.advance`."""
+    """The reference of `selfspec.kernels.fused_accept.advance`."""
     check_advance(state, num_kept, ended, last)
     goes_on = ended == 0
     state[:, LAST] = last
     state[:, CONTENT] = (state[:, CONTENT] + num_kept) * goes_on
-    state[:, ROOM] = (state[:, ROOM] - num_kept) * goes_on
+    state[:, REMAINING] = (state[:, REMAINING] - num_kept) * goes_on
+
+
+def add_norm(
+    hidden: Tensor, branch: Tensor | None, norm: Norm | None, post: Norm | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The reference of `selfspec.kernels.fused_layer.add_norm`."""
+    check_add_norm(hidden, branch, norm, post)
+    if branch is not None:
+        hidden = hidden + (branch if post is None else _normed(branch, post))
+    return hidden, None if norm is None else _normed(hidden, norm)
+
+
+def _normed(x: Tensor, norm: Norm) -> Tensor:
+    high = x.float()
+    high = high * torch.rsqrt(high.pow(2).mean(-1, keepdim=True) + norm.eps)
+    if norm.offset:
+        return (high * (norm.offset + norm.weight.float())).to(x.dtype)
+    return norm.weight * high.to(x.dtype)
+
+
+def rotate(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Norm | None = None,
+    k_norm: Norm | None = None,
+) -> Tensor:
+    """The reference of `selfspec.kernels.fused_layer.rotate`."""
+    check_rotate(qkv, keys, values, slots, positions, cos, sin, q_norm, k_norm)
+    kv_heads, dim = keys.shape[2:]
+    lines = qkv.unflatten(1, (-1, dim))
+    queries, key, value = lines.split([lines.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
+    if q_norm is not None and k_norm is not None:
+        queries, key = _normed(queries, q_norm), _normed(key, k_norm)
+    angles = cos[positions][:, None], sin[positions][:, None]
+    scatter(_rotated(key, *angles), value, keys, values, slots)
+    return _rotated(queries, *angles)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def gate(gate_up: Tensor, activation: str) -> Tensor:
+    """The reference of `selfspec.kernels.fused_layer.gate`."""
+    check_gate(gate_up, activation)
+    x, up = gate_up.chunk(2, -1)
+    return (F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")) * up

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec.kernels import layer_reference, reference, reference_trees
-from selfspec.kernels.layout import Accepted, Branches, DraftTree, SamplingTensors
+from selfspec.kernels import reference
+from selfspec.kernels.layout import Accepted, SamplingTensors
 
 _log = logging.getLogger("selfspec")
 Pick = Callable[..., tuple[Tensor, Tensor]]
@@ -33,16 +33,11 @@ class Kernels(NamedTuple):
     add_norm: Callable[..., tuple[Tensor, Tensor | None]]
     rotate: Callable[..., Tensor]
     gate: Callable[[Tensor, str], Tensor]
-    pick_two: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    grow: Callable[..., DraftTree]
-    follow: Callable[..., Branches]
-    move: Callable[..., None]
 
 
 REFERENCE = Kernels(
     "reference", reference.scatter, reference.attend, reference.pick, reference.accept, reference.advance,
-    layer_reference.add_norm, layer_reference.rotate, layer_reference.gate,
-    reference.pick_two, reference_trees.grow, reference_trees.follow, reference_trees.move,
+    reference.add_norm, reference.rotate, reference.gate,
 )  # fmt: skip
 
 
@@ -64,7 +59,7 @@ def pick_for(device: torch.device) -> Pick | None:
         floats, ints = logits.new_tensor([0.0, 1.0, 0.5]), torch.arange(3, device=device)
         sampling = SamplingTensors(floats, ints.int(), 1 - floats / 4, floats / 9, ints, ints)
         names = 2 * torch.arange(33, device=device)
-        pairs = [(one(logits, sampling)[0], one(logits, sampling, None, names)[0]) for one in (pick, reference.pick)]
+        pairs = [(one(logits, sampling)[0], one(logits, sampling, names)[0]) for one in (pick, reference.pick)]
         agree = all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))
         problem = "its picks are wrong"
     except Exception as raised:  # compilers and drivers raise exceptions of any type
@@ -80,16 +75,10 @@ def triton_kernels() -> Kernels:
     Raises:
         ImportError: Triton is not installed.
     """
-    from selfspec.kernels.draft_tree import follow, grow
-    from selfspec.kernels.fused_accept import accept
-    from selfspec.kernels.fused_advance import advance
-    from selfspec.kernels.fused_gate import gate
-    from selfspec.kernels.fused_norm import add_norm
-    from selfspec.kernels.fused_pick import pick, pick_two
-    from selfspec.kernels.fused_rotary import rotate
-    from selfspec.kernels.kv_scatter import move, scatter
+    from selfspec.kernels.fused_accept import accept, advance
+    from selfspec.kernels.fused_layer import add_norm, gate, rotate
+    from selfspec.kernels.fused_pick import pick
+    from selfspec.kernels.kv_scatter import scatter
     from selfspec.kernels.paged_attention import attend
 
-    return Kernels(
-        "triton", scatter, attend, pick, accept, advance, add_norm, rotate, gate, pick_two, grow, follow, move
-    )
+    return Kernels("triton", scatter, attend, pick, accept, advance, add_norm, rotate, gate)

@@ -23,7 +23,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from selfspec.errors import UnsupportedModelError
-from selfspec.kernels.places import cache_folder, say_unkept
+from selfspec.kernels.machine import cache_folder, warn_not_kept
 from selfspec.loading import checkpoint, gguf_index
 from selfspec.model.file_weights import FileWeights
 
@@ -97,7 +97,7 @@ def _folder(file: Path, name: str) -> Path | None:
     try:
         return cache_folder() / "gguf" / f"{file.stem}-{key}"
     except OSError as problem:
-        say_unkept(problem)
+        warn_not_kept(problem)
         return None
 
 
@@ -120,7 +120,7 @@ def _convert(file: Path, name: str, folder: Path) -> bool:
         _remove_abandoned(folder.parent)
         made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}-", suffix=".tmp"))
     except OSError as problem:
-        say_unkept(problem)
+        warn_not_kept(problem)
         return False
     start = perf_counter()
     try:
@@ -133,7 +133,7 @@ def _convert(file: Path, name: str, folder: Path) -> bool:
         try:
             size = _save(file, (model, tokenizer), made, folder)
         except OSError as problem:
-            say_unkept(problem)
+            warn_not_kept(problem)
             return False
         _log.warning("converted in %.1f s; %.0f MB are kept in %s", perf_counter() - start, size / 1e6, folder)
         return True

@@ -19,12 +19,11 @@ from selfspec.decoding.prefix_store import PrefixStore
 from selfspec.drafting.responses import Responses
 from selfspec.errors import got, whole
 from selfspec.executors.cpu.install import check_engine, choose
-from selfspec.executors.cuda.exact_runner import install_exact
+from selfspec.executors.cuda.exact import exact_stack
 from selfspec.executors.cuda.runner import install
-from selfspec.kernels.room import give_back
+from selfspec.kernels.large_pages import trim_memory
 from selfspec.learn import Learner
 from selfspec.loading.policy_store import PolicyKey, PolicyStore
-from selfspec.model.exact import ExactStack
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.file_weights import FileWeights
 from selfspec.model.fingerprint import hidden_size_of, weights_of
@@ -130,10 +129,9 @@ class Target:
         if self._graphs:
             install(self.stack, owned=self._owned)
         self.exit_heads = self._exit_heads
-        self._exact: ExactStack | None = None
         if self._file is not None and self.stack.engine == "compiled":
             self._file.release()  # nobody else has the model yet
-            give_back()
+            trim_memory()
 
     @property
     def exit_heads(self) -> ExitHeads | None:
@@ -156,6 +154,7 @@ class Target:
         self._exit_heads = heads
         # the caller's may serve other targets, of other devices and dtypes
         stack.exit_heads = None if heads is None else copy.deepcopy(heads).to(stack.device, stack.dtype)
+        self._exact: Stack | None = None  # it would have the earlier exit heads
         self.policies = PolicyStore(stack)
         """What rounds cost here, and how often its layers are right; forgotten with the exit heads."""
 
@@ -186,16 +185,16 @@ class Target:
 
     @property
     def exact_stack(self) -> Stack:
-        """What runs exact mode: the compiled engine, whose results depend on nothing else in a call as it is; else the
-        model opened up a second time, over the same weights, made when first asked for.
+        """What runs exact mode: compiled layers, whose results depend on nothing else in a call as they are; else fused
+        layers on CUDA, made when first asked for.
 
         Raises:
-            UnsupportedModelError: exact mode is not exact for this model on this device.
+            UnsupportedModelError: neither serves this model here.
         """
         if self.stack.engine == "compiled":
             return self.stack
         if self._exact is None:
-            self._exact = ExactStack(self.stack, install=install_exact)
+            self._exact = exact_stack(self.stack)
         return self._exact
 
     def costs(self, batch_size: int = 1, exact: bool = False) -> Costs:

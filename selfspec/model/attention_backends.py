@@ -1,13 +1,13 @@
 """Attention backends with one signature.
 
     sdpa       torch's own, on every device (`selfspec.model.attention.attend_rows`)
-    triton     selfspec's kernel over pages: ragged rows, windows, chunks, soft-caps, sinks and trees
+    triton     selfspec's kernel over pages: ragged rows, windows, chunks, soft-caps and sinks
     flash      the flash-attn package, where it is installed (extra `flash`)
     varlen     torch's variable-length attention, in versions that read pages
     reference  the reference implementation of the kernel in torch: for tests, on any device
 
-Calls that a backend does not support go through `sdpa`: in `flash` and `varlen` chunks, sinks, trees and other page
-sizes; in `triton` trees of more than 64 nodes, and prompts in half precision, for which torch has faster kernels.
+Calls that a backend does not support go through `sdpa`: trees; in `flash` and `varlen` chunks, sinks and other page
+sizes; in `triton` prompts in half precision, for which torch has faster kernels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from selfspec.kernels import reference
-from selfspec.kernels.layout import MOST_NODES, Layout, Trees
+from selfspec.kernels.layout import Layout
 from selfspec.kernels.suite import has_triton
 from selfspec.model.attention import Reach, attend_rows, limiting
-from selfspec.model.kv_cache import PackedRows, Span
+from selfspec.model.kv_cache import PackedRows
 from selfspec.model.row_groups import SHORT
 
 # (packed rows, queries [heads, N, head_dim], the layer's keys, values, reach, scale, softcap, sinks)
@@ -92,40 +92,8 @@ def _layout(rows: PackedRows) -> Layout:
     places = torch.tensor(slots, device=device)
     return Layout(
         ints(starts), ints(counts), ints(lengths), ints(tables), ints(owners), places, rows.positions[0],
-        max(counts), max(lengths), _trees(rows),
+        max(counts), max(lengths),
     )  # fmt: skip
-
-
-def fits_masks(spans: Sequence[Span]) -> bool:
-    """Whether every tree fits the kernels' bit masks of `MOST_NODES` bits."""
-    return all(span.tree is None or len(span.tree.parents) <= MOST_NODES for span in spans)
-
-
-def tree_lines(spans: Sequence[Span]) -> tuple[list[int], list[list[int]], list[int]]:
-    """The fields of `Trees`: roots and node positions of every row, and the ancestors of every new token."""
-    roots, nodes, ancestors = list[int](), list[list[int]](), list[int]()
-    for span in spans:
-        tree, depths, masks = span.tree, list[int](), [0] * span.length
-        if tree is not None:
-            depths, masks = tree.depths(), [1]
-            for node, parent in enumerate(tree.parents[1:], 1):
-                masks.append(masks[parent] | 1 << node)
-        roots.append(span.start + span.length if tree is None else span.root)
-        nodes.append([span.root + depth for depth in depths] + [0] * (MOST_NODES - len(depths)))
-        ancestors += [mask - (1 << 64) if mask >> 63 else mask for mask in masks[-span.length :]]
-    return roots, nodes, ancestors
-
-
-def _trees(rows: PackedRows) -> Trees | None:
-    if all(span.tree is None for span in rows.spans):
-        return None
-    roots, nodes, ancestors = tree_lines(rows.spans)
-    ints, device = torch.int32, rows.device
-    return Trees(
-        torch.tensor(roots, dtype=ints, device=device),
-        torch.tensor(nodes, dtype=ints, device=device),
-        torch.tensor(ancestors, device=device),
-    )
 
 
 class Call(NamedTuple):
@@ -164,7 +132,7 @@ def _triton(call: Call) -> Tensor | None:
 
 def _is_prompt(call: Call) -> bool:
     """Whether torch's flash or cuDNN attention serves the call's long rows, see `attention._attend_long`."""
-    long = [span.start + span.length for span in call.rows.spans if span.length > SHORT and span.tree is None]
+    long = [span.start + span.length for span in call.rows.spans if span.length > SHORT]
     return (
         bool(long)
         and call.queries.dtype in (torch.bfloat16, torch.float16)
@@ -175,8 +143,12 @@ def _is_prompt(call: Call) -> bool:
     )
 
 
+def _has_trees(call: Call) -> bool:
+    return any(span.tree is not None for span in call.rows.spans)
+
+
 def _by_kernel(call: Call, attend: Callable[..., Tensor]) -> Tensor | None:
-    if not fits_masks(call.rows.spans):
+    if _has_trees(call):
         return None
     rows, queries, keys, values, reach, scale, softcap, sinks = call
     return attend(queries.transpose(0, 1), keys, values, layout_of(rows), scale, *reach, softcap, sinks)
@@ -213,7 +185,7 @@ def _flash_serves(call: Call) -> bool:
     return (
         call.rows.cache.page_size % FLASH_PAGE == 0
         and (dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256)
-        and all(span.tree is None for span in call.rows.spans)
+        and not _has_trees(call)
         and call.reach.chunk is None
         and call.sinks is None
     )

@@ -9,7 +9,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from selfspec.hushed import hushed
 from selfspec.model import attention_backends as backends
 from selfspec.model import attention_choice as fastest
 from selfspec.model.attention import NAME, attend
@@ -18,11 +17,13 @@ from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.file_weights import FileWeights
 from selfspec.model.kv_cache import PackedRows, PagedCache
 from selfspec.model.llama_weights import LlamaWeights
+from selfspec.model.quiet_imports import quiet_imports
+from selfspec.model.row_counts import RowCounts
 from selfspec.model.shortlist import ShortHead, sample_of
 from selfspec.model.tensor_parallel import ranks_of
 from selfspec.model.views import base_of, family_of, head_view, layer_view, make_twin, unwrap
 
-with hushed():
+with quiet_imports():
     from transformers import AttentionInterface
 
 AttentionInterface.register(NAME, attend)  # no mask function: transformers then builds no mask
@@ -108,6 +109,10 @@ class Stack:
         """Token frequencies, which choose the tokens of draft vocabularies."""
         self.exit_heads: ExitHeads | None = None
         """Adapters of early hidden states before norm and head; None: there are none."""
+        self.head_rows: RowCounts | None = None
+        """The numbers of rows with which the head runs in exact mode, see `selfspec.executors.cuda.exact`."""
+        self.wide = 0
+        """In exact mode, tokens of a block of a prompt; 0: another mode."""
 
     @property
     def has_draft_heads(self) -> bool:
@@ -166,7 +171,13 @@ class Stack:
     def num_wide(self, num_tokens: int) -> int:
         """How many of the first `num_tokens` tokens of a prompt are computed in other shapes than tokens of an output,
         so that their keys and values may differ in bits."""
-        return 0
+        return num_tokens // self.wide * self.wide if self.wide else 0
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether drafts may be trees: not in compiled layers, nor in exact mode, where sums would follow the order of
+        their keys in memory."""
+        return not self.wide and self.compiled is None
 
     def agreed(self, value: Value) -> Value:
         """Rank 0's value on every rank of a tensor-parallel model; else `value`."""
@@ -302,7 +313,13 @@ class Stack:
             return self.compiled.logits(hidden, normed=not lacks_norm)
         if lacks_norm:
             hidden = self._normed(hidden)
-        return self._head(inputs_embeds=hidden[None]).logits[0].float()
+        elif self.head_rows is not None:
+            return self.head_rows.apply(self._head_logits, hidden)
+        return self._head_logits(hidden)
+
+    def _head_logits(self, normed: Tensor) -> Tensor:
+        logits: Tensor = self._head(inputs_embeds=normed[None]).logits
+        return logits[0].float()
 
     def short_logits(self, hidden: Tensor, top: Tensor, layers: Sequence[int]) -> Tensor | None:
         """Logits `[K, N, T + len(others)]` in fp32 of a few tokens per position, for several layers.

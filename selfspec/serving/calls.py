@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from time import monotonic
 
 from selfspec.core import FinishReason, SamplingParams
-from selfspec.decoding.outputs import CompletionOutput, Logprob, RequestOutput
-from selfspec.decoding.stats import SpecStats
+from selfspec.decoding.outputs import CompletionOutput, Logprob, RequestOutput, SpecStats
 from selfspec.serving.protocol import Refusal
 
 PromptLogprobs = list[dict[int, Logprob] | None]

@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from selfspec.kernels.threads import usable_cores
+from selfspec.kernels.machine import usable_cores
 from selfspec.llm import LLM
 from selfspec.serving.app import create_app
 from selfspec.serving.config import ServerConfig

@@ -52,7 +52,8 @@ class Repetition(Match):
 def sequence(seq_id=0, num_remaining=MANY, num_tokens=10, lookup=None, has_processors=False):
     params = SamplingParams(logits_processors=[len] if has_processors else None)
     tokens = range(num_tokens)  # policies read its length alone
-    return Sequence(seq_id, Request([0], params), tokens, num_tokens + num_remaining, lookup=lookup)
+    new_lookup = None if lookup is None else lambda given: lookup
+    return Sequence(seq_id, Request([0], params), tokens, num_tokens + num_remaining, new_lookup=new_lookup)
 
 
 def row_round(of, num_drafted, num_accepted, confidences=(), divergences=(), **more):

@@ -172,12 +172,6 @@ def test_what_is_saved_again_and_again_does_not_grow_for_ever():
     assert seen_of(Tracker(4, state))[0].sum() < 1e5
 
 
-def test_a_state_of_an_earlier_version_which_has_its_curves_in_it_is_read():
-    state = of_many_texts()
-    older = {**state, "curve": [[0.5] * 3, [1.0] * 3]}
-    assert is_prior(older, 4) and Tracker(4, older).state() == Tracker(4, state).state()
-
-
 @pytest.mark.parametrize(
     "given_",
     [
@@ -219,15 +213,6 @@ def test_agreement_is_never_more_than_full_and_older_observations_fade():
     assert before < 0.5 < 0.99 < copies.pooled and not copies.is_known
     copies.add(1, 50.0, 10.0)
     assert copies.pooled == 1 and copies.ratios().max() == 1
-
-
-def test_agreement_is_known_after_tens_of_tokens():
-    copies = Agreement(LAYERS, TokenClock())
-    known = []
-    for _ in range(100):
-        copies.add(1, 0.95, 1.0)
-        known.append(copies.is_known)
-    assert not any(known[:10]) and all(known[60:]) and copies.is_good
 
 
 def test_a_later_agreement_starts_from_what_was_seen_and_from_nothing_that_is_nonsense():

@@ -21,14 +21,19 @@ def attend(queries, keys, values, layout, *options, tile_rows=None, split=None):
 EXACT = REFERENCE._replace(attend=attend)
 
 
+def runner_of(stack, kernels=REFERENCE, tape=None, budget=1 << 40, max_rows=8):
+    """A runner of a stack on a tape."""
+    tape = tape or Tape()
+    return Runner(stack, tape.kernels(kernels), tape, budget, max_rows)
+
+
 def with_runner(target, budget=1 << 40, max_rows=8, num_bytes=None, kernels=REFERENCE, packing=None):
-    """The same target, run from recordings by the plain twins, or by other kernels.
+    """The same target, run from recordings by the reference kernels, or by others.
 
     `packing`: how fused layers, which the recordings then run, have their weights; None: they run the views.
     """
-    if target.engine == "compiled":  # it reads rows where no recording has them: on the host
+    if target.stack.engine == "compiled":  # it reads rows where no recording has them: on the host
         target.stack.compiled = None
-    tape = Tape(num_bytes)
-    runner = target.stack.runner = Runner(target.stack, tape.kernels(kernels), tape, budget, max_rows)
+    runner = target.stack.runner = runner_of(target.stack, kernels, Tape(num_bytes), budget, max_rows)
     target.stack.recorded = None if packing is None else FusedBody(target.stack.llama, runner.kernels, packing)
     return target

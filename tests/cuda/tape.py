@@ -31,7 +31,7 @@ WAITS = {  # the host needs an answer of the device, be it only the size of a re
 FROM_HOST = {"lift_fresh", "pin_memory", "_pin_memory"}
 SHORT = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
 KERNELS = ("scatter", "attend", "pick", "accept", "advance", "add_norm", "rotate", "gate")
-KERNELS += ("pick_two", "grow", "follow", "move")
+ON_HOST = ("pick", "accept")  # kernels whose references read numbers on the host
 
 
 def refusal(func: Any, args: Any) -> str | None:
@@ -102,10 +102,11 @@ class Recorder(OperationTracer):
     def take(self, call: Callable[..., Any], args: Any, kwargs: Any, empties: bool = False) -> Any:
         frozen = tree_map_only(torch.Tensor, self._freeze, (args, kwargs))
         known = {_key(one) for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)}
+        known |= self.pool.keys() | self.outside.keys()
         out = call(*args, **kwargs)
         made = []
         for place, one in enumerate(tree_flatten(out)[0]):
-            if isinstance(one, torch.Tensor) and _key(one) not in known | self.pool.keys() | self.outside.keys():
+            if isinstance(one, torch.Tensor) and _key(one) not in known:  # several may share new memory
                 self.pool[_key(one)] = one.untyped_storage()
                 made.append((place, one))
         schema = getattr(call, "_schema", None)
@@ -153,7 +154,7 @@ class Tape:
         """The same kernels, whose launches are written down while something is recorded."""
 
         def seen(name: str) -> Callable[..., Any]:
-            kernel, is_opaque = getattr(kernels, name), kernels.name == "triton"
+            kernel, is_opaque = getattr(kernels, name), kernels.name == "triton" or name in ON_HOST
 
             def run(*args: Any, **kwargs: Any) -> Any:
                 if self._recorder is None:

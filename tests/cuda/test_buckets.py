@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from selfspec.executors.cuda.graphs import Storages
 from selfspec.executors.cuda.shapes import LEAST_HELD, NEW, SLOTS, TOKENS, shape_of
-from selfspec.executors.cuda.storage import Storages
-from selfspec.model.kv_cache import Span
+from selfspec.model.kv_cache import Span, Tree
 
 
 @given(st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 20)), min_size=1, max_size=140))
@@ -25,6 +25,7 @@ def test_a_call_fits_into_its_shape(rows):
     assert max(length for _, length in rows) <= shape.most_new
     most = max(start + length for start, length in rows)
     assert most <= shape.most_tokens <= min(6000, max(LEAST_HELD, 2 * most - 1))
+    assert shape_of([Span((0,), 4, 3, Tree((-1, 0, 0))), *spans], 6000) is None, "trees run eagerly"
 
 
 def test_pages_are_lent_again_once_their_user_is_gone():

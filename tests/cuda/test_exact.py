@@ -1,32 +1,26 @@
-"""Exact mode from recordings: the bits of plain decoding alone, and what is not exact on a device is found."""
+"""Exact mode on the stand-in: the bits of plain decoding alone, and layers that are not exact here are refused."""
 
 from __future__ import annotations
 
 import random
+from copy import copy
 from functools import cache
 
 import pytest
 import torch
 
 from selfspec.decoding.engine import Engine
-from selfspec.executors.cuda.exact_body import ExactBody, with_fixed_order
-from selfspec.executors.cuda.exact_views import BlockViews
-from selfspec.executors.cuda.fused_body import FusedBody
+from selfspec.errors import UnsupportedModelError
 from selfspec.kernels.suite import REFERENCE
-from selfspec.model.stack import Stack
+from selfspec.model.exit_heads import ExitHeads
 from tests.cuda.standin import EXACT, with_runner
-from tests.cuda.test_fused_body import counting, launches, layouts
-from tests.decoding.test_trees import seconds
+from tests.decoding.test_trees import WithSecondChoices
 from tests.helpers import Schedule, ShortBlocks, drain, make_prompts
 from tests.models import build
 from tests.slow import slow
+from tests.target import Target
 
-# On CPU, products of float32 depend on their rows. Gemma 2 and the last two are run by the views.
-SLOW = [
-    slow(family, dtype)
-    for family in ("gemma3_text", "qwen2", "gemma2", "qwen3_moe", "gpt2")
-    for dtype in ("bfloat16", "float32")
-]
+SLOW = [slow(family, dtype) for family in ("gemma3_text", "qwen2") for dtype in ("bfloat16", "float32")]
 LENGTHS = (33, 1, 17, 40)  # the prompts' wide blocks have 16 tokens
 NEW = 12
 
@@ -34,29 +28,21 @@ NEW = 12
 @cache
 def target(family, dtype):
     made = ShortBlocks(build(family).to(getattr(torch, dtype)), engine="views")
-    return with_runner(made, kernels=EXACT, packing=None if made.stack.llama is None else "copy")
+    return with_runner(made, kernels=EXACT, packing="copy")
 
 
 @cache
 def alone(family, dtype, keep_logits):
     """Plain decoding of each prompt alone."""
-    return [run(target(family, dtype), [prompt], "plain", 1, keep_logits, i)[0] for i, prompt in enumerate(prompts())]
-
-
-def prompts():
-    return make_prompts(LENGTHS)
+    made = enumerate(make_prompts(LENGTHS))
+    return [run(target(family, dtype), [prompt], "plain", 1, keep_logits, i)[0] for i, prompt in made]
 
 
 def run(target, prompts, policy, batch, keep_logits, seed=0, chunk=512, page_size=32):
     engine = Engine(
-        target,
-        policy=policy,
-        max_batch_size=batch,
-        max_cached_tokens=96 * batch,
-        prefill_chunk=chunk,
-        page_size=page_size,
-        exact=True,
-    )
+        target, policy=policy, max_batch_size=batch, max_cached_tokens=96 * batch, prefill_chunk=chunk,
+        page_size=page_size, exact=True,
+    )  # fmt: skip
     dice, rounds = random.Random(seed), []
     for i, prompt in enumerate(prompts):
         engine.submit(prompt, max_new_tokens=NEW, keep_logits=keep_logits, temperature=0.8, seed=seed + i)
@@ -65,24 +51,22 @@ def run(target, prompts, policy, batch, keep_logits, seed=0, chunk=512, page_siz
     return [done[i] for i in range(len(prompts))]
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("llama", "bfloat16"), ("llama", "float32"), *SLOW])
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "bfloat16"), slow("llama", "float32"), *SLOW])
 @pytest.mark.parametrize(
     ("make", "batch", "chunk", "page_size", "keep_logits"),
     [
         (lambda: Schedule(1, 4), 3, 20, 32, False),
-        (lambda: Schedule(2, 4), 4, 7, 16, True),
-        (lambda: seconds(3), 2, 50, 16, True),
-        (lambda: seconds(4), 2, 50, 16, False),
+        slow(lambda: Schedule(2, 4), 4, 7, 16, True),
+        slow(lambda: WithSecondChoices(3, 4, plain=False, lookup=False), 2, 50, 16, True),
     ],
-    ids=["rounds", "layers", "trees", "rounds without trees"],
+    ids=["rounds", "layers", "second choices, which are left out"],
 )
 def test_tokens_and_logits_are_those_of_plain_decoding_alone(family, dtype, make, batch, chunk, page_size, keep_logits):
-    """Whole rounds, segments where logits are kept, and trees, which run eagerly; recorded rounds leave them out."""
+    """Whole rounds, and segments where logits are kept."""
     made = target(family, dtype)
     runner = made.exact_stack.runner
-    assert isinstance(runner.narrow, BlockViews if made.stack.llama is None else ExactBody)
     before = runner.graphs.num_recorded
-    done = run(made, prompts(), make(), batch, keep_logits, chunk=chunk, page_size=page_size)
+    done = run(made, make_prompts(LENGTHS), make(), batch, keep_logits, chunk=chunk, page_size=page_size)
     for one, wanted in zip(done, alone(family, dtype, keep_logits), strict=True):
         assert one.tokens == wanted.tokens
         pairs = zip(one.logits or (), wanted.logits or (), strict=True)
@@ -90,77 +74,58 @@ def test_tokens_and_logits_are_those_of_plain_decoding_alone(family, dtype, make
     assert runner.graphs.num_recorded > before and runner.refused is None
 
 
+@pytest.mark.slow
 def test_the_rounding_of_products_in_float32_depends_on_rows_here():
-    """Else the tests above would prove little."""
+    """Else the test above would prove little."""
     counts = target("llama", "float32").exact_stack.runner.narrow.row_counts.values()
     assert not any(one.is_free for one in counts)
 
 
-def test_recordings_are_those_of_fused_layers_with_attention_in_a_fixed_order():
+def test_attention_runs_in_fixed_tiles_and_splits():
     made = target("llama", "bfloat16")
     tape = made.exact_stack.runner.graphs.capture
     before = len(tape.made)
-    run(made, prompts()[:1], Schedule(4, 4), 1, False, page_size=8)
+    run(made, make_prompts(LENGTHS)[:1], Schedule(4, 4), 1, False, page_size=8)
     kernels = [kernel for one in tape.made[before:] for kernel in one.kernels if kernel.startswith("attend")]
     assert kernels and all(kernel.endswith(", 16, 256)") for kernel in kernels)
 
 
-WRONG = {
-    "places": (lambda x: x + torch.arange(len(x))[:, None] / 64, "roundings|depend on the other tokens"),
-    "few rows": (lambda x: x * (1 + (len(x) == 1) / 64), "depend on the other tokens"),
-    "numbers": (lambda x: x * 1.1, "roundings"),
-}
+@pytest.mark.parametrize(
+    ("family", "kernels", "reason"),
+    [
+        ("gpt2", EXACT, "its layers are of another kind"),
+        ("llama", None, "here its own modules run"),
+        ("llama", REFERENCE, "(hidden states|logits) of fused layers depend on the other tokens of a call"),
+        slow("llama", "numbers", "hidden states of fused layers differ by .* roundings"),
+    ],
+)
+def test_what_is_not_exact_is_refused_by_name(family, kernels, reason):
+    made = ShortBlocks(build(family), engine="views")
+    if kernels == "numbers":
+        kernels = EXACT._replace(gate=lambda *given: EXACT.gate(*given) * 1.1)
+    if kernels is not None:
+        with_runner(made, kernels=kernels)
+    with pytest.raises(UnsupportedModelError, match=f"{family}: exact mode needs compiled layers .* and {reason}; "):
+        made.generate([[3, 4]], exact=True)
+    assert made.stack.head_rows is None and not made.stack.wide, "the ordinary mode stays as it was"
+
+
+def test_exit_heads_are_those_of_the_target(monkeypatch):
+    monkeypatch.setattr("selfspec.target.exact_stack", copy)
+    made = Target(build("llama"), engine="views")
+    assert made.exact_stack is made.exact_stack and made.exact_stack.exit_heads is None
+    made.exit_heads = ExitHeads([1], 32, 4)
+    assert made.exact_stack.exit_heads is made.stack.exit_heads is not None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", WRONG)
-def test_kernels_that_are_not_exact_here_are_found(fault, caplog):
-    """The elementwise kernels are exact on CPU; here the result of one depends on what it must not depend on."""
-    wrong, problem = WRONG[fault]
-
-    def gate(gate_up, activation):
-        return wrong(EXACT.gate(gate_up, activation)).to(gate_up.dtype)
-
-    made = ShortBlocks(build("llama").to(torch.bfloat16), engine="views")
-    with_runner(made, kernels=EXACT._replace(gate=gate), packing=None)
-    assert isinstance(made.exact_stack.recorded, BlockViews)
-    assert caplog.text.count("exact mode runs without fused layers for this model here") == 1
-    assert any(part in caplog.text for part in problem.split("|"))
-
-
-def test_attention_that_is_not_exact_here_leaves_the_blocks(caplog):
-    made = with_runner(ShortBlocks(build("gpt2"), engine="views"), kernels=REFERENCE)
-    assert made.exact_stack.runner is None and made.exact_stack.recorded is None
-    assert "exact mode runs without recordings for this model here (its hidden states depend on" in caplog.text
-    wanted = ShortBlocks(build("gpt2"), engine="views", graphs=False)
-    pair = [one.generate([[5, 9, 4]], exact=True, max_new_tokens=4, keep_logits=True)[0] for one in (made, wanted)]
-    assert all(torch.equal(got, other) for got, other in zip(*(one.logits for one in pair), strict=True))
-
-
-@pytest.mark.parametrize("packing", ["copy", "none"])
-def test_edits_of_weights_are_seen(packing):
+def test_edits_of_weights_are_seen():
     model = build("llama").to(torch.bfloat16)
-    made = with_runner(ShortBlocks(model, engine="views"), kernels=EXACT, packing="copy" if packing == "copy" else None)
+    made = with_runner(ShortBlocks(model, engine="views"), kernels=EXACT, packing="copy")
     how = {"exact": True, "exit_layer": 1, "max_new_tokens": 8}
     before = made.generate([[5, 9, 4]], **how)[0].tokens
     with torch.no_grad():
         for layer in model.model.layers:
             layer.mlp.up_proj.weight.data.mul_(3.0)
-    wanted = ShortBlocks(model, engine="views", graphs=False).generate([[5, 9, 4]], **how)[0].tokens
-    assert made.generate([[5, 9, 4]], **how)[0].tokens == wanted != before
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_layer_takes_ten_launches_and_padding_is_made_once(dtype):
-    stack = Stack(build("llama").to(dtype))
-    layout, _ = next(layouts())
-    assert len(layout.rows) < 32, "there is padding"
-    counts = []
-    for num_layers in (1, 2):
-        kernels = []
-        fixed = with_fixed_order(counting(kernels))
-        body = ExactBody(FusedBody(stack.llama, fixed, "copy"), fixed, 32, free=False)
-        names = launches(body, layout, num_layers)
-        counts.append(len(names) + len(kernels) // 2)
-    assert counts[1] - counts[0] == 10 and counts[0] <= 11 + 8, "the last sum, and four padded tensors"
+    anew = with_runner(ShortBlocks(model, engine="views"), kernels=EXACT, packing="copy")
+    assert made.generate([[5, 9, 4]], **how)[0].tokens == anew.generate([[5, 9, 4]], **how)[0].tokens != before

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from selfspec.control.plan import NUM_BINS, Plan, Policy, SurvivalStop
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.request import Request
 from selfspec.executors.cuda import shapes
@@ -14,6 +13,7 @@ from selfspec.kernels.suite import REFERENCE
 from tests.cuda.standin import with_runner
 from tests.helpers import Always, audit_cache, audit_pages, check_rounds, make_prompts
 from tests.models import build, tiny
+from tests.slow import slow
 from tests.target import Target
 
 LENGTHS, NEW = (5, 12, 3, 9), (21, 9, 30, 26)
@@ -71,31 +71,7 @@ def check(policy, asked, **options):
     return rounds, target
 
 
-class Stops(Policy):
-    """Drafts that end by survival or by confidence, in programs of many rounds."""
-
-    def __init__(self, stop, least=0.0):
-        self.stop, self.least = stop, least
-
-    def plan(self, rows):
-        return Plan(2, (4,) * len(rows), self.least, stop=self.stop, keep_confidence=True, num_rounds=99)
-
-
-POLICIES = {
-    "plain": lambda: Always(None, 0, num_rounds=99),
-    "fixed": lambda: Always(2, 3, num_rounds=99),
-    "programs of three": lambda: Always(3, 4, num_rounds=3),
-    "confidence": lambda: Stops(None, 0.2),
-    "survival": lambda: Stops(SurvivalStop(tuple(i / NUM_BINS for i in range(NUM_BINS)), 0.1)),
-}
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_programs_give_the_tokens_of_plain_decoding_however_rows_end(name):
-    rounds, _ = check(POLICIES[name](), requests())
-    assert max(round_.program_index for round_ in rounds) > 1
-
-
+@pytest.mark.slow
 def test_up_to_32_rows_are_one_recording():
     asked = requests(19, ends=False)
     rounds, target = check(Always(2, 2, num_rounds=99), asked, audit=False)
@@ -130,8 +106,7 @@ def test_a_row_that_ends_leaves_the_round_in_flight_to_the_others():
     assert rounds[-1].rows, "no round of rows that have all ended"
 
 
-@pytest.mark.parametrize("problem", [KeyboardInterrupt, RuntimeError])
-@pytest.mark.parametrize("when", ["launch", "take"])
+@pytest.mark.parametrize(("problem", "when"), [(KeyboardInterrupt, "launch"), slow(RuntimeError, "take")])
 def test_what_is_in_flight_when_a_program_breaks_off_costs_no_token(monkeypatch, problem, when):
     honest, calls = getattr(RecordedRounds, when), []
 
@@ -171,7 +146,7 @@ def content_of_a_token_less(state, num_kept, *more):
     REFERENCE.advance(state, num_kept - (num_kept > 1).int(), *more)
 
 
-def room_as_it_was(state, *more):
+def same_remaining(state, *more):
     before = state[:, 2].clone()
     REFERENCE.advance(state, *more)
     state[:, 2] = before
@@ -190,7 +165,8 @@ def all_rows_end_with_one(state, num_kept, ended, last):
 
 
 @pytest.mark.parametrize(
-    "fault", [content_of_a_token_less, room_as_it_was, the_token_fed_before, ended_rows_go_on, all_rows_end_with_one]
+    "fault",
+    [content_of_a_token_less, same_remaining, the_token_fed_before, ended_rows_go_on, all_rows_end_with_one],
 )
 @pytest.mark.slow
 def test_faults_of_advancing_are_noticed(fault):

@@ -6,93 +6,27 @@ import logging
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, SurvivalStop
+from selfspec.control.plan import LOOKUP
 from selfspec.decoding.engine import Engine
-from selfspec.decoding.request import Request
-from selfspec.executors.cuda.runner import Runner, install
+from selfspec.executors.cuda.runner import install
 from selfspec.kernels.suite import REFERENCE, pick_for, triton_kernels
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
-from tests.cuda.standin import with_runner
-from tests.cuda.tape import Tape
-from tests.decoding.test_trees import seconds
-from tests.helpers import Adversary, Always, Schedule, audit_cache, decode, drain, make_prompts
-from tests.models import EOS, build, tiny
+from tests.cuda.standin import runner_of, with_runner
+from tests.helpers import Always, Schedule, decode, drain, make_prompts
+from tests.models import build, tiny
 from tests.slow import slow
 from tests.target import Target
-
-SAMPLED = {
-    "temperature": [0.0, 0.8, 1.0, 0.7],
-    "top_k": [0, 0, 9, 0],
-    "top_p": [1.0, 0.9, 1.0, 1.0],
-    "seed": [0, 1, 2, 3],
-}
-LONG = {"max_new_tokens": [20, 9, 14, 17]}
-
-
-def options_for(count, sampled):
-    return {name: values[:count] for name, values in (SAMPLED | LONG if sampled else LONG).items()}
-
-
-class Stopping(Schedule):
-    """Throws dice for stops by survival too."""
-
-    def plan(self, rows):
-        plan = super().plan(rows)
-        calibration = tuple(self.random.random() for _ in range(NUM_BINS))
-        if plan.exit_layer and self.random.random() < 0.5:
-            stop = SurvivalStop(calibration, self.random.random() / 2)
-            return Plan(plan.exit_layer, plan.draft_lengths, stop=stop, keep_confidence=True)
-        return plan
-
-
-RECORDINGS = {
-    "lengths": st.lists(st.integers(1, 30), min_size=1, max_size=4),
-    "seed": st.integers(0, 1000),
-    "sampled": st.booleans(),
-    "max_rows": st.sampled_from([0, 2, 8]),  # 0: segments only
-    "page_size": st.sampled_from([4, 16, 128]),
-}
-
-
-def check_recorded(model, lengths, seed, sampled, max_rows, page_size):
-    """From recordings come the tokens, statistics and outcomes of the ordinary engine, round by round."""
-    prompts, options = make_prompts(lengths, seed), options_for(len(lengths), sampled)
-    policies = [Stopping(seed, 4) for _ in range(2)]
-    engine = {"page_size": page_size}
-    wanted = decode(Target(model), prompts, policies[0], engine=engine, **options)
-    target = with_runner(Target(model), max_rows=max_rows)
-    got = decode(target, prompts, policies[1], lambda made: audit_cache(made, target.model), engine, **options)
-    assert [one.tokens for one in got] == [one.tokens for one in wanted]
-    assert [one.stats for one in got] == [one.stats for one in wanted]
-    assert [one.finish_reason for one in got] == [one.finish_reason for one in wanted]
-    assert target.stack.runner.graphs.num_recorded > 0
-    assert [plan for plan, _ in policies[0].seen] == [plan for plan, _ in policies[1].seen]
-    for one, other in zip(*[policy.outcomes for policy in policies], strict=True):
-        assert (one.num_drafted, one.num_accepted) == (other.num_drafted, other.num_accepted)
-        assert one.confidences == pytest.approx(other.confidences, abs=1e-4)
-
-
-@settings(max_examples=3)
-@given(**RECORDINGS)
-def test_tokens_are_those_of_the_ordinary_engine(**case):
-    check_recorded(build("llama"), **case)
 
 
 @pytest.mark.parametrize(
     ("family", "max_rows"),
     [
-        ("qwen3", 0),
-        ("gemma2", 8),
         ("gpt2", 0),
-        ("opt", 8),
         slow("qwen3", 8),
-        slow("gemma2", 0),
-        slow("gpt2", 8),
-        slow("opt", 0),
+        slow("gemma2", 8),
+        slow("opt", 8),
     ],
 )
 def test_views_of_other_families_can_be_recorded(family, max_rows):
@@ -105,7 +39,7 @@ def test_views_of_other_families_can_be_recorded(family, max_rows):
     assert runner.refused is None and runner.graphs.num_recorded > 0
 
 
-@pytest.mark.parametrize("family", [slow("mixtral"), "gpt_oss"])
+@pytest.mark.parametrize("family", [slow("mixtral"), slow("gpt_oss")])
 def test_experts_are_recorded_in_the_dtype_that_a_graph_can_hold(family):
     prompts, how = make_prompts([3, 20, 11]), {"max_new_tokens": 6}
     wanted = decode(tiny(family), prompts, Schedule(3, 4), **how)
@@ -116,50 +50,6 @@ def test_experts_are_recorded_in_the_dtype_that_a_graph_can_hold(family):
     half = with_runner(Target(build(family).bfloat16()))
     decode(half, prompts, Schedule(3, 4, lookup=False), **how)
     assert half.stack.runner.refused is None and half.stack.runner.graphs.num_recorded > 0
-
-
-@pytest.mark.slow
-def test_float64_too():
-    prompts, model = make_prompts([9, 17]), build("llama").double()
-    wanted = decode(Target(model), prompts, Schedule(5, 4), max_new_tokens=16)
-    got = decode(with_runner(Target(model)), prompts, Schedule(5, 4), max_new_tokens=16)
-    assert [one.tokens for one in got] == [one.tokens for one in wanted]
-
-
-@pytest.mark.parametrize("max_rows", [0, 8])
-def test_whatever_a_plan_asks_for_is_answered_as_ever(max_rows):
-    """Looks at other layers, divergences and stops: in whole rounds where they can be, in segments else."""
-    prompts = make_prompts([7, 22, 13])
-    wanted = decode(tiny("llama"), prompts, Adversary(2, 4), max_new_tokens=18)
-    target = with_runner(Target(build("llama")), max_rows=max_rows)
-    policy = Adversary(2, 4)
-    got = decode(target, prompts, policy, max_new_tokens=18)
-    assert [one.tokens for one in got] == [one.tokens for one in wanted]
-    assert policy.shadows
-
-
-def test_second_choices_are_verified_from_recordings_of_layers():
-    prompts, how = make_prompts([7, 22, 13]), {"max_new_tokens": 18}
-    wanted = decode(tiny("llama"), prompts, Always(None, 0), **how)
-    target = with_runner(Target(build("llama")), max_rows=0)
-    got = decode(target, prompts, seconds(3), lambda made: audit_cache(made, target.model), **how)
-    assert [one.tokens for one in got] == [one.tokens for one in wanted]
-    assert sum(one.stats.num_side_tokens for one in got) > 10
-
-
-def test_end_of_text_inside_a_draft_ends_the_row():
-    prompts = make_prompts([5, 8, 12, 3], seed=4)
-    free = decode(tiny("llama"), prompts, Always(2, 5), max_new_tokens=24)
-    ends = {one.tokens[7] for one in free}
-    target = with_runner(Target(build("llama")))
-    engine = Engine(target, policy=Always(2, 5), max_batch_size=4, max_cached_tokens=1024)
-    for prompt in prompts:
-        engine.submit(Request(prompt, 24, eos=frozenset({EOS, *ends})))
-    done = [row.completion for round_ in engine.run() for row in round_.rows if row.completion is not None]
-    for one in done:
-        whole = free[one.request_id].tokens
-        cut = next((i + 1 for i, token in enumerate(whole) if token in {EOS, *ends}), len(whole))
-        assert one.tokens == whole[:cut]
 
 
 # ------------------------------------------------------------------------------------------------------- bookkeeping
@@ -286,7 +176,7 @@ def test_a_runner_that_disagrees_with_the_model_is_taken_away(caplog, problem):
         return torch.zeros_like(queries)
 
     stack = Target(build("llama"), engine="views").stack
-    install(stack, lambda one: Runner(one, REFERENCE._replace(attend=careless), Tape()))
+    install(stack, lambda one: runner_of(one, REFERENCE._replace(attend=careless)))
     assert stack.runner is None
     assert "decoding from graphs does not serve this model here" in caplog.text
 
@@ -296,7 +186,7 @@ def test_a_runner_that_agrees_stays_and_there_is_none_on_the_processor():
     assert stack.runner is None
     install(stack)
     assert stack.runner is None
-    install(stack, lambda one: Runner(one, REFERENCE, Tape()))
+    install(stack, runner_of)
     assert stack.runner is not None and stack.runner.graphs.num_recorded > 0
 
 
@@ -315,16 +205,16 @@ def test_the_kernels_themselves_decode_from_recordings():
 
 
 def test_picks_made_by_the_kernel_on_a_device_are_those_of_the_ordinary_engine(monkeypatch):
-    prompts = make_prompts([9, 17, 4, 12])
-    wanted = decode(tiny("llama"), prompts, Stopping(3, 4), **options_for(4, True))
-    monkeypatch.setattr("selfspec.executors.pick.pick_for", lambda device: REFERENCE.pick)
-    got = decode(tiny("llama"), prompts, Stopping(3, 4), **options_for(4, True))
+    prompts, how = make_prompts([9, 17, 4]), {"max_new_tokens": 14, "temperature": [0.0, 0.8, 1.0], "top_k": [0, 0, 9]}
+    wanted = decode(tiny("llama"), prompts, Schedule(3, 4), seed=[0, 1, 2], **how)
+    monkeypatch.setattr("selfspec.executors.picker.pick_for", lambda device: REFERENCE.pick)
+    got = decode(tiny("llama"), prompts, Schedule(3, 4), seed=[0, 1, 2], **how)
     assert [one.tokens for one in got] == [one.tokens for one in wanted]
     assert pick_for(torch.device("cpu")) is None
 
 
-@pytest.mark.parametrize(("exit_layer", "rows", "longest"), [(2, 1, 15), (LOOKUP, 1, 15), (2, 2, 15)])
-def test_drafts_that_no_recording_holds_are_cut(exit_layer, rows, longest):
+@pytest.mark.parametrize(("exit_layer", "rows"), [slow(2, 1), (LOOKUP, 1), slow(2, 2)])
+def test_drafts_that_no_recording_holds_are_cut(exit_layer, rows):
     """Not run operation by operation, which takes several times as long."""
     target = with_runner(Target(build("llama"), engine="views"))
     prompts = [[5, 6, 7, 8] * 12, [9, 8, 7] * 12][:rows]
@@ -335,4 +225,4 @@ def test_drafts_that_no_recording_holds_are_cut(exit_layer, rows, longest):
     outcome = drain(engine)
     assert [outcome.completions[i].tokens for i in range(rows)] == [one.tokens for one in wanted]
     drafted = [len(row.drafted) for one in outcome.rounds for row in one.rows]
-    assert max(drafted) == longest and target.stack.runner.graphs.num_recorded > 0
+    assert max(drafted) == 15 and target.stack.runner.graphs.num_recorded > 0

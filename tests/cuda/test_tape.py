@@ -13,7 +13,7 @@ from selfspec.executors.cuda.static_rows import StaticRows
 from selfspec.kernels.suite import REFERENCE
 from selfspec.model.kv_cache import PagedCache
 from tests.cuda.tape import Tape
-from tests.cuda.test_launches import layout
+from tests.kernels.samples import layout_of
 
 
 def test_a_replay_does_the_recorded_operations_on_what_the_inputs_hold_now():
@@ -83,7 +83,7 @@ def test_static_rows_are_freed_without_the_garbage_collector():
     gc.collect()
     gc.disable()
     try:
-        rows = StaticRows(PagedCache(4, 16), layout([(0, 1)]), REFERENCE)
+        rows = StaticRows(PagedCache(4, 16), layout_of([(0, 1)], 16)[0], REFERENCE)
         rows.attend(rows, torch.ones(2, 1, 8), *torch.ones(2, 4, 16, 2, 8), (None, None), 1.0)
         seen = weakref.ref(rows)
         del rows

@@ -1,124 +1,16 @@
-"""Recorded rounds over a part of the vocabulary, and with second choices: they are the rounds of the eager executor."""
+"""Recorded rounds that draft over a part of the vocabulary, and the bytes that recordings share."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import pytest
 import torch
 
 from selfspec.control.fixed import Fixed
-from selfspec.control.plan import NUM_BINS, Plan, SecondChoices, SurvivalStop
 from selfspec.executors.cuda.graphs import Graphs
-from selfspec.executors.cuda.round_inputs import RoundInputs
-from selfspec.executors.cuda.whole_round import WholeRound
-from selfspec.executors.eager import EagerExecutor
-from selfspec.kernels.layout import MOST_NODES
-from selfspec.kernels.suite import REFERENCE
 from tests.cuda.standin import with_runner
 from tests.cuda.tape import Tape
-from tests.helpers import Schedule, audit_cache, decode, make_prompts
-from tests.models import build, some_heads, tiny
-from tests.slow import slow
+from tests.helpers import make_prompts
+from tests.models import build
 from tests.target import Target
-
-WAYS = {"temperature": [0.0, 0.8, 1.0, 0.7], "top_k": [0, 0, 9, 0], "top_p": [1.0, 0.9, 1.0, 1.0], "seed": [0, 1, 2, 3]}
-
-
-class Branching(Schedule):
-    """Throws dice for all that layers may draft in one round, with few shapes of rounds."""
-
-    def __init__(self, seed):
-        super().__init__(seed, 4, lookup=False)
-
-    def plan(self, rows):
-        dice = self.random
-        rates = tuple(dice.random() for _ in range(NUM_BINS))
-        least, most, enough = dice.choice([-1.0, 0.05, 0.2]), dice.choice([1, 4]), dice.choice([0.0, 0.2])
-        rule = SecondChoices(rates, rates[::-1], least, most, enough)
-        plan = Plan(
-            dice.choice([1, 3]),
-            (4, *(dice.randint(0, 4) for _ in rows[1:])),
-            dice.choice([0.0, 0.4]),
-            stop=dice.choice([None, SurvivalStop(rates, dice.random() / 2)]),
-            second_choices=rule if dice.random() < 0.8 else None,
-            draft_vocab=dice.choice([None, 40]),
-        )
-        return replace(plan, min_confidence=0.0) if plan.stop is not None else plan
-
-
-def rounds_of(target, prompts, policy, audit=None, **options):
-    """What a policy is told, round by round, and the completions."""
-    done = decode(target, prompts, policy, audit, {"page_size": 8, "burst": 60.0, "max_batch_size": 32}, **options)
-    told = []
-    for plan, rounds in policy.seen:
-        told.append((plan, [(one.exit_layer, [tuple(row) for row in one.rows]) for one in rounds]))
-    return told, done, policy.outcomes
-
-
-def check_whole(lengths, seed, sampled, new=10, heads=None, kernels=REFERENCE, max_rows=8):
-    """Recorded rounds come to what the eager executor's come to, and keep the tokens of plain decoding."""
-    prompts, model = make_prompts(lengths, seed), build("llama")
-    options = {name: (values * len(lengths))[: len(lengths)] for name, values in WAYS.items()} if sampled else {}
-    options |= {"max_new_tokens": [new + 3 * (i % 3) for i in range(len(lengths))]}
-    wanted = decode(tiny("llama"), prompts, "plain", None, {"max_batch_size": 32}, **options)
-    eager, _, _ = rounds_of(Target(model, engine="views", exit_heads=heads), prompts, Branching(seed), **options)
-    target = with_runner(Target(model, engine="views", exit_heads=heads), max_rows=max_rows, kernels=kernels)
-    whole, done, outcomes = rounds_of(
-        target, prompts, Branching(seed), lambda made: audit_cache(made, model), **options
-    )
-    assert [one.tokens for one in done] == [one.tokens for one in wanted]
-    assert len(whole) == len(eager)
-    for (plan, rounds), (same, others) in zip(whole, eager, strict=True):
-        assert plan == same
-        for (layer, rows), (other, expected) in zip(rounds, others, strict=True):
-            assert layer == other
-            for one, two in zip(rows, expected, strict=True):
-                assert one[:3] == two[:3] and one[4:] == two[4:]
-                assert one[3] == pytest.approx(two[3], abs=1e-4)
-    return outcomes
-
-
-@pytest.fixture
-def only_recorded(monkeypatch):
-    """Fails where a round of the recording executor is not one recording."""
-    honest = EagerExecutor.round
-
-    def careful(self, rows, draft):
-        assert self.stack.runner is None, "a round was run by segments"
-        return honest(self, rows, draft)
-
-    monkeypatch.setattr(EagerExecutor, "round", careful)
-
-
-@pytest.mark.usefixtures("only_recorded")
-@pytest.mark.parametrize(("lengths", "seed", "sampled"), [([5, 1, 30], 1, False), ([12], 0, True)])
-def test_rounds_are_those_of_the_eager_executor(lengths, seed, sampled):
-    check_whole(lengths, seed, sampled)
-
-
-@pytest.mark.usefixtures("only_recorded")
-def test_second_choices_are_right_wrong_and_left_out_in_recorded_rounds():
-    outcomes = check_whole([7, 22, 13], 3, True, new=24)
-    assert {True, False, None} == {one.second for one in outcomes}
-    assert any(one.is_left_out for one in outcomes) and any(not one.num_beside for one in outcomes)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("only_recorded")
-def test_exit_heads_draft_in_recorded_rounds():
-    heads = some_heads((1, 3))
-    outcomes = check_whole([7, 22], 5, False, heads=heads)
-    assert outcomes != check_whole([7, 22], 5, False), "the heads draft otherwise"
-
-
-@pytest.mark.usefixtures("only_recorded")
-def test_many_rows_draft_in_one_recording():
-    outcomes = check_whole([1 + i % 9 for i in range(19)], 2, True, new=3, max_rows=32)
-    assert any(one.num_beside for one in outcomes)
-
-
-# -------------------------------------------------------------------------------------------- parts of the vocabulary
 
 
 def test_recordings_draft_over_a_part_that_is_ranked_anew_and_over_edited_heads():
@@ -161,61 +53,3 @@ def test_bytes_that_several_recordings_read_count_once():
     assert graphs.num_bytes == 1033 and len(graphs) == 3
     graphs.record(3, Held(), lambda: (buffer + 1,))
     assert graphs.num_bytes == 1033 and len(graphs) == 3, "over the budget, so that one is dropped"
-
-
-# ------------------------------------------------------------------------------------------------------ known faults
-
-
-def left_where_they_are(self, content, nodes, depths):
-    pass
-
-
-def any_second_choice_will_do(tree, picks, width):
-    own = picks.view(tree.tokens.shape)
-    node = torch.arange(tree.tokens.shape[1])
-    is_other = (node > tree.chains[:, None]) & (node < tree.counts[:, None])
-    wrong = own.gather(1, tree.parents.clamp(min=0).long())
-    return REFERENCE.follow(tree._replace(tokens=torch.where(is_other, wrong, tree.tokens)), picks, width)
-
-
-def sees_its_neighbours(*given):
-    tree = REFERENCE.grow(*given)
-    node = torch.arange(tree.tokens.shape[1])
-    return tree._replace(ancestors=((1 << (node + 1)) - 1).expand_as(tree.ancestors).contiguous())
-
-
-def stands_at_its_place(*given):
-    tree = REFERENCE.grow(*given)
-    content = given[5]
-    return tree._replace(positions=(content[:, None] - 1 + torch.arange(MOST_NODES)).int())
-
-
-def noise_by_place_in_the_part(logits, sampling, noise=None, names=None):
-    picks, sure, seconds = REFERENCE.pick_two(logits, sampling)
-    return (picks, sure, seconds) if names is None else (names[picks], sure, names[seconds])
-
-
-def rules_of_another_round(self, rows, min_confidence, stop, rule=None, honest=RoundInputs.fill):
-    honest(self, rows, min_confidence, stop, rule and rule._replace(right=rule.second, second=rule.right))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("owner", "name", "fault"),
-    [
-        (WholeRound, "_settle", left_where_they_are),
-        (None, "follow", any_second_choice_will_do),
-        (None, "grow", sees_its_neighbours),
-        (None, "grow", stands_at_its_place),
-        slow(None, "pick_two", noise_by_place_in_the_part),
-        slow(RoundInputs, "fill", rules_of_another_round),
-    ],
-    ids=lambda one: getattr(one, "__name__", None),
-)
-@pytest.mark.slow
-def test_faults_of_rounds_with_second_choices_are_noticed(monkeypatch, owner, name, fault):
-    kernels = REFERENCE._replace(**{name: fault}) if owner is None else REFERENCE
-    if owner is not None:
-        monkeypatch.setattr(owner, name, fault)
-    with pytest.raises(AssertionError):
-        check_whole([7, 22, 13], 3, True, new=24, kernels=kernels)

@@ -12,49 +12,34 @@ from hypothesis import strategies as st
 
 from selfspec.control import round_costs
 from selfspec.control.adaptive import Adaptive
-from selfspec.control.cost_table import Table
-from selfspec.control.costs import Costs
-from selfspec.control.fixed import Fixed
-from selfspec.decoding.engine import Engine
-from selfspec.decoding.request import Request
-from selfspec.executors.pick import Sampling, Subset, pick, pick_surely, scored
+from selfspec.control.costs import Costs, Table
+from selfspec.core import SamplingParams, SpeculativeConfig
 from selfspec.kernels.gumbel import NoiseAhead
+from selfspec.kernels.pick import Subset, best_of, scored, to_token_ids
+from selfspec.loading.target import Target
 from selfspec.model.draft_vocabulary import Frequencies, default_size
 from selfspec.model.exit_heads import ExitHeads
-from tests.decoding.test_adaptive_lossless import where_drafts_pay
 from tests.decoding.test_greedy import check_equals_generate
 from tests.decoding.test_sampling import check_equals_plain
-from tests.helpers import generate, make_prompts
+from tests.helpers import Always, Run, decode, engine_of, generate, make_prompts, request, run
 from tests.models import build, tiny
-from tests.target import Target
+from tests.where_drafts_pay import where_drafts_pay
 
 RAGGED = (12, 7, 1, 20)
 MANY = 1000  # tokens of a text, enough for ranks to be learned anew
 
 
-class Ban:
-    """A processor that bans one token."""
-
-    def __call__(self, input_ids, scores):
-        return scores.index_fill(1, torch.tensor([7]), float("-inf"))
+def ban(input_ids, scores):
+    return scores.index_fill(1, torch.tensor([7]), float("-inf"))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text", "cohere", "gpt2"])
-@pytest.mark.parametrize("engine", ["auto", "views"])
-def test_output_is_that_of_generate(family, engine):
-    target, prompts = Target(build(family), engine=engine), make_prompts(RAGGED)
-    done = target.generate(prompts, policy=Fixed(2, 4, draft_vocab=40), max_new_tokens=24)
-    assert [c.tokens for c in done] == [generate(target.model, prompt, 24) for prompt in prompts]
-    assert sum(c.stats.num_accepted_draft_tokens for c in done) > 0
-
-
-@pytest.mark.parametrize("options", [{"temperature": 0.9, "seed": 5}, {"temperature": 0.7, "top_k": 9, "seed": 1}])
-def test_sampled_output_is_that_of_plain_decoding(options):
-    target, prompts = tiny("llama"), make_prompts(RAGGED)
-    plain = target.generate(prompts, policy="plain", max_new_tokens=20, **options)
-    drafted = target.generate(prompts, policy=Fixed(3, 4, 0.2, draft_vocab=48), max_new_tokens=20, **options)
-    assert [c.tokens for c in drafted] == [c.tokens for c in plain]
-    assert sum(c.stats.num_accepted_draft_tokens for c in drafted) > 0
+@pytest.mark.parametrize(("family", "backend"), [("llama", "compiled"), ("llama", "views"), ("gemma2", "views")])
+def test_output_is_that_of_generate_and_of_plain_sampling(family, backend):
+    target, prompts = Target(build(family), backend=backend), make_prompts(RAGGED)
+    for seed, temperature in enumerate((0.0, 0.9)):
+        params = SamplingParams(max_tokens=24, temperature=temperature, top_k=9, seed=seed)
+        done = check_equals_plain(target, prompts, Always(2, 4, 0.2 * seed, draft_vocab=40), params)
+        assert sum(one.stats.num_accepted_draft_tokens for one in done) > 0
 
 
 def test_drafts_are_tokens_of_the_subset_and_those_of_the_whole_head_where_it_has_them():
@@ -78,9 +63,9 @@ def test_exit_heads_come_before_a_small_head_too():
         torch.testing.assert_close(logits, target.stack.logits(hidden, 2)[:, tokens], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("engine", ["compiled", "views"])
-def test_edited_heads_are_honoured(engine):
-    target, hidden = Target(build("llama"), engine=engine), torch.randn(5, 32)
+@pytest.mark.parametrize("backend", ["compiled", "views"])
+def test_edited_heads_are_honoured(backend):
+    target, hidden = Target(build("llama"), backend=backend), torch.randn(5, 32)
     with torch.inference_mode():
         before, _ = target.stack.draft_logits(hidden, 2, 20)
     with torch.no_grad():
@@ -95,22 +80,20 @@ def test_a_fixed_exit_drafts_over_an_eighth_where_the_head_weighs_more_than_two_
     assert default_size(49_152, 49_152 * 576, 3_500_000) == 6144
     assert default_size(49_152, 49_152 * 576, 15_000_000) is None
     assert default_size(32_000, 10**9, 1) is None, "an eighth of a small vocabulary leaves out too much"
-    target = Target(build("llama", vocab_size=33_000))
+    target, [prompt] = Target(build("llama", vocab_size=33_000)), make_prompts([9])
     assert target.stack.default_draft_vocab == 4125
     assert tiny("llama").stack.default_draft_vocab is None
-    [prompt] = make_prompts([9])
-    request = target.requests([prompt], {"max_new_tokens": 16})
-    rounds = list(target.rounds(request, exit_layer=2, num_draft_tokens=3))
-    assert {round_.plan.draft_vocab for round_ in rounds} == {4125}
-    [done] = [row.completion for round_ in rounds for row in round_.rows if row.completion is not None]
-    assert done.tokens == generate(target.model, prompt, 16)
+    fixed = SpeculativeConfig(exit_layer=2, num_speculative_tokens=3)
+    made = run(target, [prompt], fixed, SamplingParams(max_tokens=16))
+    assert {round_.plan.draft_vocab for round_ in made.rounds} == {4125}
+    assert made.outputs[0].token_ids == generate(target.model, prompt, 16)
 
 
 def test_rows_with_processors_draft_over_the_whole_vocabulary():
-    target, prompts = tiny("llama"), make_prompts([9])
-    options = {"max_new_tokens": 16, "logits_processor": Ban()}
-    plain = target.generate(prompts, policy="plain", **options)
-    assert target.generate(prompts, policy=Fixed(2, 3, draft_vocab=30), **options)[0].tokens == plain[0].tokens
+    params = SamplingParams(max_tokens=16, logits_processors=ban)
+    policy = Always(2, 3, draft_vocab=30)
+    check_equals_plain(tiny("llama"), make_prompts([9]), policy, params)
+    assert policy.rows and not any(row.is_outside_vocab for row in policy.rows)
 
 
 @given(
@@ -122,16 +105,15 @@ def test_rows_with_processors_draft_over_the_whole_vocabulary():
 def test_picks_are_the_best_of_the_subset_with_the_same_noise(size, temperature, keeps_noise, seed):
     generator = torch.Generator().manual_seed(seed)
     logits, tokens = torch.randn(3, 50, generator=generator), torch.randperm(50, generator=generator)[:size].sort()[0]
-    samplings, positions = [Sampling(temperature, seed=s) for s in (1, 2, 2)], torch.tensor([4, 9, 10])
+    params, positions = [SamplingParams(temperature=temperature, seed=s) for s in (1, 2, 2)], torch.tensor([4, 9, 10])
     noise = NoiseAhead() if keeps_noise else None
-    whole = scored(logits, samplings, positions)
+    whole = scored(logits, params, positions)
     expected = torch.full_like(whole, float("-inf"))
     expected[:, tokens] = whole[:, tokens]
     subset = Subset(tokens, 50)
-    assert torch.equal(pick(logits[:, tokens], samplings, positions, noise, subset), expected.argmax(-1))
-    picks, sure = pick_surely(logits[:, tokens], samplings, positions, noise, subset)
-    assert torch.equal(picks, expected.argmax(-1))
-    torch.testing.assert_close(sure, expected.softmax(-1).amax(-1))
+    picks, confidences = best_of(scored(logits[:, tokens], params, positions, noise, subset))
+    assert torch.equal(to_token_ids(picks, subset), expected.argmax(-1))
+    torch.testing.assert_close(confidences, expected.softmax(-1).amax(-1))
 
 
 def test_ranks_begin_with_low_ids_and_follow_what_is_seen():
@@ -178,17 +160,17 @@ def test_threads_may_count_together():
 
 def test_an_engine_counts_prompts_and_outputs_and_refuses_an_empty_vocabulary():
     target = Target(build("llama"))
-    engine = Engine(target, policy=Fixed(2, 3, draft_vocab=20))
-    engine.submit([11, 12, 11], max_new_tokens=6)
+    made = Run(engine_of(target, Always(2, 3, draft_vocab=20)))
+    made.add([11, 12, 11], SamplingParams(max_tokens=6))
     before = target.stack.frequencies.coverage(96)
-    emitted = [token for round_ in engine.run() for row in round_.rows for token in row.tokens]
+    emitted = made.finish().outputs[0].token_ids
     assert len(emitted) == 6 and target.stack.frequencies.coverage(96) > before  # of the tokens it has written
     expected = Frequencies(96)
     expected.add([11, 12, 11, *emitted])
     for size in range(1, 10):
         assert torch.equal(target.stack.frequencies.top(size), expected.top(size))
     with pytest.raises(ValueError, match=r"^a plan's draft_vocab must be a whole number of at least 1, got 0$"):
-        target.generate([[3, 4]], policy=Fixed(2, 3, draft_vocab=0), max_new_tokens=4)
+        decode(target, [[3, 4]], Always(2, 3, draft_vocab=0), SamplingParams(max_tokens=4))
 
 
 def test_coverage_is_of_written_tokens_by_the_ranks_before_them():
@@ -236,88 +218,62 @@ def test_the_part_that_is_drafted_over_is_the_one_that_coverage_is_of():
 
 
 @pytest.mark.parametrize("draft_vocab", [30, None])
-def test_a_policy_is_told_where_no_draft_could_have_been_right(draft_vocab):
-    """Of a row at a time, the refused place's own token is the last of its round."""
-    target, seen = Target(build("llama")), []
-
-    class Notes(Fixed):
-        def observe(self, plan, rounds):
-            seen.extend(outcome for round_ in rounds for outcome in round_.rows)
-
-    policy = Notes(2, 3, draft_vocab=draft_vocab)
-    engine = Engine(target, policy=policy, max_batch_size=1)
+def test_a_policy_observes_where_no_draft_could_have_been_right(draft_vocab):
+    """Of a row at a time, the target's token at the first rejection is the last of its round."""
+    target, policy = Target(build("llama")), Always(2, 3, draft_vocab=draft_vocab)
+    made = Run(engine_of(target, policy, max_num_seqs=1))
     for prompt in make_prompts(RAGGED):
-        engine.submit(Request(tuple(prompt), max_new_tokens=20, eos=frozenset()))
+        made.add(request(prompt, SamplingParams(max_tokens=20)))
     expected = []
-    while engine.has_work:
+    while made.engine.has_unfinished_requests():
         members = target.stack.frequencies.part(draft_vocab).members if draft_vocab else range(96)
-        for row in [row for round_ in engine.step() for row in round_.rows]:
-            if row.tokens:
-                refused = row.num_accepted < len(row.drafted) and len(row.tokens) > row.num_accepted
-                expected.append(bool(row.drafted) and refused and row.tokens[-1] not in members)
-    assert [outcome.is_left_out for outcome in seen] == expected
+        for row in [row for round_ in made.step() for row in round_.rows]:
+            if row.token_ids:
+                refused = row.num_accepted < len(row.drafted) and len(row.token_ids) > row.num_accepted
+                expected.append(bool(row.drafted) and refused and row.token_ids[-1] not in members)
+    assert [row.is_outside_vocab for row in policy.rows] == expected
     assert any(expected) == (draft_vocab is not None) and not all(expected)
+
+
+def test_where_a_row_ended_before_the_rejection_nothing_was_outside():
+    model, policy = build("llama"), Always(3, 4, draft_vocab=30)
+    with torch.no_grad():
+        model.lm_head.weight[30:] *= 0.5  # some of its tokens are not drafted, and most are
+    eos = frozenset(range(0, 96, 5))
+    asked = [request(prompt, SamplingParams(max_tokens=12), eos_token_ids=eos) for prompt in make_prompts([5] * 80)]
+    made = run(Target(model), asked, policy)
+    assert any(row.is_outside_vocab for row in policy.rows)
+    assert any(row.num_accepted for round_ in made.rounds for row in round_.rows)
+    assert all(row.num_accepted < row.num_drafted for row in policy.rows if row.is_outside_vocab)
 
 
 class Watched(Adaptive):
     """The default where a head is as dear as several layers; keeps its plans, and what became of them."""
 
     def __init__(self):
-        costs = replace(where_drafts_pay(), head=Table.of({1: 3.0, 9: 3.1}))
-        super().__init__(costs)
+        super().__init__(replace(where_drafts_pay(), head=Table.of({1: 3.0, 9: 3.1})))
         self.seen = []
 
     def observe(self, plan, rounds):
-        self.seen += [(plan, outcome) for round_ in rounds if round_.exit_layer for outcome in round_.rows]
+        self.seen += [(plan, row) for round_ in rounds if round_.exit_layer for row in round_.rows]
         super().observe(plan, rounds)
 
 
-@pytest.mark.parametrize("engine", ["auto", "views"])
+@pytest.mark.parametrize("backend", ["auto", "views"])
 @pytest.mark.parametrize("lengths", [(9,), RAGGED], ids=["one row", "ragged"])
-def test_the_default_drafts_over_a_part_where_that_pays_and_changes_no_token(engine, lengths, monkeypatch):
+def test_the_default_drafts_over_a_part_where_that_pays_and_changes_no_token(backend, lengths, monkeypatch):
     monkeypatch.setattr(round_costs, "LEAST_VOCAB", 12)  # of 96 tokens
     model = build("llama")
     with torch.no_grad():
         model.lm_head.weight[20:] *= 0.1  # it writes the first tokens only, nearly always
-    target, prompts = Target(model, engine=engine), make_prompts(lengths, seed=1)
-    greedy, sampled, exact = Watched(), Watched(), Watched()
+    target, prompts = Target(model, backend=backend), make_prompts(lengths, seed=1)
+    greedy, sampled = Watched(), Watched()
     check_equals_generate(target, prompts, greedy, 90)
-    check_equals_plain(target, prompts, sampled, max_new_tokens=90, temperature=0.6, seed=4)
-    plain = target.generate(prompts, policy="plain", exact=True, max_new_tokens=90)
-    drafted = target.generate(prompts, policy=exact, exact=True, max_new_tokens=90)
-    assert [c.tokens for c in drafted] == [c.tokens for c in plain]
-    for policy in (greedy, sampled, exact):
-        over = [outcome for plan, outcome in policy.seen if plan.draft_vocab is not None]
+    check_equals_plain(target, prompts, sampled, SamplingParams(max_tokens=90, temperature=0.6, seed=4))
+    for policy in (greedy, sampled):
+        over = [row for plan, row in policy.seen if plan.draft_vocab is not None]
         assert {plan.draft_vocab for plan, _ in policy.seen} <= {None, 12, 24}
-        assert sum(outcome.num_accepted for outcome in over) > 0
-
-
-def test_processors_make_the_default_draft_over_the_whole_vocabulary(monkeypatch):
-    monkeypatch.setattr(round_costs, "LEAST_VOCAB", 12)
-    target, prompts = Target(build("llama")), make_prompts(RAGGED, seed=1)
-    policy = Watched()
-    plain = target.generate(prompts, policy="plain", max_new_tokens=30, logits_processor=Ban())
-    done = target.generate(prompts, policy=policy, max_new_tokens=30, logits_processor=Ban())
-    assert [c.tokens for c in done] == [c.tokens for c in plain]
-    assert {plan.draft_vocab for plan, _ in policy.seen} == {None}
-    assert sum(c.stats.num_draft_tokens for c in done) > 0
-
-
-def test_where_a_row_ended_before_the_refusal_nothing_was_left_out():
-    model, seen = build("llama"), []
-    with torch.no_grad():
-        model.lm_head.weight[30:] *= 0.5  # some of its tokens are not drafted, and most are
-
-    class Notes(Fixed):
-        def observe(self, plan, rounds):
-            seen.extend(outcome for round_ in rounds for outcome in round_.rows)
-
-    engine = Engine(Target(model), policy=Notes(3, 4, draft_vocab=30))
-    for prompt in make_prompts([5] * 80):
-        engine.submit(Request(tuple(prompt), max_new_tokens=12, eos=frozenset(range(0, 96, 5))))
-    kept = [(row.drafted, row.num_accepted) for round_ in engine.run() for row in round_.rows]
-    assert any(outcome.is_left_out for outcome in seen) and any(n for _, n in kept)
-    assert all(outcome.num_accepted < outcome.num_drafted for outcome in seen if outcome.is_left_out)
+        assert sum(row.num_accepted for row in over) > 0
 
 
 def test_costs_of_a_small_head():

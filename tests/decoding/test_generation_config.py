@@ -20,13 +20,11 @@ from transformers import (
     WatermarkingConfig,
 )
 
-from selfspec.decoding.engine import Engine
-from selfspec.decoding.request import make_requests
-from selfspec.executors.pick import Sampling
+from selfspec.core import SamplingParams
 from selfspec.hf import SelfSpeculative
-from tests.helpers import Schedule, generate, make_prompts
+from selfspec.loading.target import Target
+from tests.helpers import Schedule, decode, engine_of, generate, make_prompts, tokens_of
 from tests.models import EOS, build
-from tests.target import Target
 from tests.tokenizers import byte_tokenizer
 
 ENDS = [EOS, *range(20, 60)]  # so many that texts end early
@@ -71,6 +69,10 @@ def generated(model, prompt, **options):
     return out[0, len(prompt) :].tolist()
 
 
+def written(target, prompts, policy="plain", **params):
+    return tokens_of(decode(target, prompts, policy, SamplingParams(**params)))
+
+
 @pytest.mark.parametrize("name", PROCESSED)
 def test_settings_that_process_logits_are_applied_as_generate_applies_them(model, name):
     values, beside = PROCESSED[name]
@@ -81,20 +83,12 @@ def test_settings_that_process_logits_are_applied_as_generate_applies_them(model
     expected = [generated(model, prompt, max_new_tokens=20) for prompt in prompts]
     assert expected != without
     target = Target(model)
-    assert [c.tokens for c in target.generate(prompts, max_new_tokens=20)] == expected
-    ignored = target.generate(prompts, max_new_tokens=20, generation_config=False)
-    assert [c.tokens for c in ignored] == without
-    engine = Engine(target, policy=Schedule(1, 4), max_cached_tokens=1024)
-    for prompt in prompts:
-        engine.submit(prompt, max_new_tokens=20)
-    done = {}
-    for round_ in engine.run():
-        done |= {row.request_id: row.completion.tokens for row in round_.rows if row.completion is not None}
-    assert [done[i] for i in range(len(prompts))] == expected
+    assert written(target, prompts, Schedule(1, 4), max_tokens=20) == expected
+    assert written(target, prompts, max_tokens=20, generation_config=False) == without
 
 
 BOTH = {"repetition_penalty", "no_repeat_ngram_size"}
-NATIVE = {  # settings and processors of the caller, and what of them `Sampling` does in the processors' place
+NATIVE = {  # settings and processors of the caller, and what of them `SamplingParams` has in the processors' place
     "both": (
         {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
         [],
@@ -120,42 +114,40 @@ def test_penalties_are_no_processors_where_that_keeps_generates_order(model, nam
     [prompt] = make_prompts((12,), seed=1)
     set_all(model, values)
     target = Target(model)
-    options = {"max_new_tokens": 20, "presence_penalty": 0.0, "logits_processor": own}
-    [request] = target.stored.complete(make_requests([prompt], None, options), options, target)
-    off = Sampling()
-    for one in ("repetition_penalty", "no_repeat_ngram_size"):
-        taken = getattr(request.sampling, one)
-        assert taken == (values[one] if one in native else getattr(off, one))
-    kinds = {type(process) for process in request.logits_processor}
+    params = SamplingParams(max_tokens=20, logits_processors=own)
+    _, [asked] = target.defaults.requests(prompt, params)
+    repetition, *_, size = asked.params.penalties
+    for one, taken, off in (("repetition_penalty", repetition, 1.0), ("no_repeat_ngram_size", size, 0)):
+        assert taken == (values[one] if one in native else off)
+    kinds = {type(process) for process in asked.params.processors}
     assert (RepetitionPenaltyLogitsProcessor in kinds) == (
         name in ("after one that comes before them", "one in between")
     )
     expected = generated(model, prompt, max_new_tokens=20, logits_processor=LogitsProcessorList(own))
-    assert target.generate([prompt], **options)[0].tokens == expected
+    assert tokens_of(decode(target, [prompt], "plain", params)) == [expected]
 
 
 def test_a_calls_own_penalties_win_and_keep_their_place_in_generates_order(model):
     [prompt] = make_prompts((12,), seed=1)
     set_all(model, {"repetition_penalty": 1.5, "sequence_bias": [[[n], 2.5] for n in range(3, 30)]})
-    target, asked = Target(model), {"max_new_tokens": 20}
+    target = Target(model)
     for penalty in (1.0, 0.8, 2):
-        expected = generated(model, prompt, repetition_penalty=float(penalty), **asked)
-        assert target.generate([prompt], repetition_penalty=penalty, **asked)[0].tokens == expected
+        expected = generated(model, prompt, repetition_penalty=float(penalty), max_new_tokens=20)
+        assert written(target, [prompt], repetition_penalty=penalty, max_tokens=20) == [expected]
     set_all(model, {"repetition_penalty": 1.0, "sequence_bias": None, "min_new_tokens": 9, "eos_token_id": ENDS})
-    expected = generated(model, prompt, no_repeat_ngram_size=2, **asked)
-    assert target.generate([prompt], no_repeat_ngram_size=2, **asked)[0].tokens == expected
-    strong = {"presence_penalty": 2.0, "frequency_penalty": 2.0}
-    [done] = target.generate([prompt], **strong, **asked)
-    same = {"logits_processor": MinNewTokensLengthLogitsProcessor(12, 9, ENDS), "generation_config": False}
-    [alone] = target.generate([prompt], **strong, **same, **asked)
-    assert done.tokens == alone.tokens != generated(model, prompt, **asked)
+    expected = generated(model, prompt, no_repeat_ngram_size=2, max_new_tokens=20)
+    assert written(target, [prompt], no_repeat_ngram_size=2, max_tokens=20) == [expected]
+    strong = {"presence_penalty": 2.0, "frequency_penalty": 2.0, "max_tokens": 20}
+    same = {"logits_processors": MinNewTokensLengthLogitsProcessor(12, 9, ENDS), "generation_config": False}
+    done = written(target, [prompt], **strong)
+    assert done == written(target, [prompt], **strong, **same) != [generated(model, prompt, max_new_tokens=20)]
 
 
 def test_settings_that_change_no_token_are_neither_applied_nor_refused(model):
     [prompt] = make_prompts((12,), seed=1)
     set_all(model, {**NEUTRAL, "repetition_penalty": 1.0, "top_k": 3, "temperature": 0.2, "min_length": 0})
     expected = generated(model, prompt, max_new_tokens=16, prompt_lookup_num_tokens=None)
-    assert Target(model).generate([prompt], max_new_tokens=16)[0].tokens == expected
+    assert written(Target(model), [prompt], max_tokens=16) == [expected]
 
 
 @pytest.mark.parametrize("values", [{"max_new_tokens": 7}, {"max_length": 25}, {"max_new_tokens": 9, "max_length": 25}])
@@ -163,17 +155,16 @@ def test_lengths_are_the_configs_unless_a_call_names_one(model, values):
     prompts = make_prompts((12, 7), seed=1)
     set_all(model, values)
     target = Target(model)
-    assert [c.tokens for c in target.generate(prompts)] == [generated(model, prompt) for prompt in prompts]
-    done = target.generate(prompts, max_new_tokens=[3, None])
-    assert [len(c.tokens) for c in done] == [3, len(generated(model, prompts[1]))]
-    [ignored] = target.generate(prompts[:1], generation_config=False)
-    assert ignored.tokens == target.generate(prompts[:1], max_new_tokens=128)[0].tokens
+    assert written(target, prompts) == [generated(model, prompt) for prompt in prompts]
+    done = decode(target, prompts, "plain", [SamplingParams(max_tokens=3), SamplingParams()])
+    assert [len(one.token_ids) for one in done] == [3, len(generated(model, prompts[1]))]
+    assert written(target, prompts[:1], generation_config=False) == written(target, prompts[:1], max_tokens=128)
 
 
 def test_a_prompt_beyond_max_length_is_refused(model):
     set_all(model, {"max_length": 12})
     with pytest.raises(ValueError, match=r"max_length=12, which a prompt of 12 tokens leaves no room in; give max_new"):
-        Target(model).generate(make_prompts((12,)))
+        written(Target(model), make_prompts((12,)))
 
 
 def test_stop_strings_are_stops_unless_a_call_names_others(model):
@@ -182,16 +173,17 @@ def test_stop_strings_are_stops_unless_a_call_names_others(model):
     target = Target(model, tokenizer)
     characters = {"suppress_tokens": list(range(94, 257))}  # others are parts of one
     set_all(model, characters)
-    [whole] = target.generate(["abc"], max_new_tokens=24)
-    piece = tokenizer.decode(whole.tokens[8:10])
+    params = SamplingParams(max_tokens=24)
+    [whole] = decode(target, ["abc"], "plain", params)
+    piece = tokenizer.decode(whole.token_ids[8:10])
     set_all(model, {**characters, "stop_strings": [piece]})
-    [done] = target.generate(["abc"], max_new_tokens=24)
+    [done] = decode(target, ["abc"], "plain", params)
     ids = tokenizer("abc")["input_ids"]
-    assert done.tokens == generated(model, ids, max_new_tokens=24, tokenizer=tokenizer) != whole.tokens
+    assert done.token_ids == generated(model, ids, max_new_tokens=24, tokenizer=tokenizer) != whole.token_ids
     assert done.finish_reason == "stop" and piece not in done.text
-    assert target.generate(["abc"], max_new_tokens=24, stop=[])[0].tokens == whole.tokens
+    assert written(target, ["abc"], max_tokens=24, stop=[]) == [whole.token_ids]
     with pytest.raises(ValueError, match=r"stop_strings=.* need a tokenizer"):
-        Target(model).generate([ids], max_new_tokens=24)
+        decode(Target(model), [ids], "plain", params)
 
 
 SAMPLED = {
@@ -217,19 +209,26 @@ def test_do_sample_samples_with_the_configs_filters_in_generates_order(model, na
     prompts, seeds = make_prompts((12, 7), seed=1), [3, 4]
     set_all(model, {"do_sample": True, **values})
     target = Target(model)
-    asked = {"max_new_tokens": 20, "seed": seeds}
-    named = same if isinstance(same, dict) else {"temperature": 1.0, "logits_processor": same}
-    expected = [c.tokens for c in target.generate(prompts, generation_config=False, **named, **asked)]
-    assert [c.tokens for c in target.generate(prompts, **asked)] == expected
+
+    def sampled(**params):
+        return tokens_of(
+            decode(target, prompts, "plain", [SamplingParams(max_tokens=20, seed=s, **params) for s in seeds])
+        )
+
+    named = same if isinstance(same, dict) else {"temperature": 1.0, "logits_processors": same}
+    expected = sampled(generation_config=False, **named)
+    assert sampled() == expected
     greedy = [generated(model, prompt, max_new_tokens=20, do_sample=False) for prompt in prompts]
-    assert expected != greedy == [c.tokens for c in target.generate(prompts, temperature=0, **asked)]
+    assert expected != greedy == sampled(temperature=0)
 
 
 def test_sampling_is_generates_in_law(model):
     [prompt], count = make_prompts((6,), seed=2), 1500
     set_all(model, {"do_sample": True, "temperature": 2.0, "top_k": 6, "repetition_penalty": 1.3})
-    done = Target(model).generate([prompt] * count, max_new_tokens=1, seed=list(range(count)), max_batch_size=256)
-    ours = torch.tensor([c.tokens[0] for c in done]).bincount(minlength=96)
+    params = [SamplingParams(max_tokens=1, seed=seed) for seed in range(count)]
+    sizes = {"max_num_seqs": 256, "max_num_cached_tokens": 256 * 8}
+    done = decode(Target(model), [prompt] * count, "plain", params, **sizes)
+    ours = torch.tensor([one.token_ids[0] for one in done]).bincount(minlength=96)
     ids = torch.tensor([prompt])
     out = model.generate(ids, max_new_tokens=1, return_dict_in_generate=True, output_scores=True)
     law = count * out.scores[0][0].softmax(-1)
@@ -241,28 +240,26 @@ def test_sampling_is_generates_in_law(model):
 def test_a_calls_own_temperature_samples_with_the_filters_that_are_stored(model):
     prompts = make_prompts((12, 7), seed=1)
     set_all(model, {"top_p": 0.7})
-    target, asked = Target(model), {"max_new_tokens": 20, "seed": 5, "temperature": 1.5}
-    stored = [c.tokens for c in target.generate(prompts, **asked)]
-    assert stored == [c.tokens for c in target.generate(prompts, top_p=0.7, generation_config=False, **asked)]
-    whole = [c.tokens for c in target.generate(prompts, top_p=1, **asked)]
-    assert stored != whole == [c.tokens for c in target.generate(prompts, generation_config=False, **asked)]
+    target, asked = Target(model), {"max_tokens": 20, "seed": 5, "temperature": 1.5}
+    stored = written(target, prompts, **asked)
+    assert stored == written(target, prompts, top_p=0.7, generation_config=False, **asked)
+    whole = written(target, prompts, top_p=1, **asked)
+    assert stored != whole == written(target, prompts, generation_config=False, **asked)
     greedy = [generated(model, prompt, max_new_tokens=20) for prompt in prompts]
-    assert [c.tokens for c in target.generate(prompts, max_new_tokens=20)] == greedy
+    assert written(target, prompts, max_tokens=20) == greedy
 
 
-def test_a_given_config_wins_value_by_value_and_a_named_option_over_both(model):
+def test_a_given_config_wins_value_by_value_and_a_named_parameter_over_both(model):
     [prompt] = make_prompts((12,), seed=1)
     set_all(model, {"repetition_penalty": 1.5, "max_new_tokens": 16})
     given = GenerationConfig(repetition_penalty=1.0, eos_token_id=list(range(3, 30)))
     target = Target(model)
-    expected = generated(model, prompt, generation_config=given)
-    assert target.generate([prompt], generation_config=given)[0].tokens == expected
+    assert written(target, [prompt], generation_config=given) == [generated(model, prompt, generation_config=given)]
     longer = GenerationConfig(max_new_tokens=5)
-    assert target.generate([prompt], generation_config=longer)[0].tokens == generated(model, prompt)[:5]
-    [done] = target.generate([prompt], generation_config=longer, max_new_tokens=6)
-    assert done.tokens == generated(model, prompt)[:6]
+    assert written(target, [prompt], generation_config=longer) == [generated(model, prompt)[:5]]
+    assert written(target, [prompt], generation_config=longer, max_tokens=6) == [generated(model, prompt)[:6]]
     with pytest.raises(ValueError, match=r"generation_config must be a GenerationConfig, .* or False, .* got dict"):
-        target.generate([prompt], generation_config={"repetition_penalty": 1.0})
+        written(target, [prompt], generation_config={"repetition_penalty": 1.0})
 
 
 def test_the_callers_processors_come_where_generate_puts_them(model):
@@ -273,8 +270,8 @@ def test_the_callers_processors_come_where_generate_puts_them(model):
         return scores.abs()
 
     expected = generated(model, prompt, max_new_tokens=20, logits_processor=[size])
-    [done] = Target(model).generate([prompt], max_new_tokens=20, logits_processor=size)
-    assert done.tokens == expected != generated(model, prompt, max_new_tokens=20)
+    done = written(Target(model), [prompt], max_tokens=20, logits_processors=size)
+    assert done == [expected] != [generated(model, prompt, max_new_tokens=20)]
 
 
 REFUSED = {
@@ -297,13 +294,11 @@ def test_what_is_not_served_is_refused_by_name(model, name):
     wanted = generate(model, prompt, 4)
     setattr(model.generation_config, name, REFUSED[name])
     target = Target(model)
+    engine = engine_of(target)
     with pytest.raises(ValueError, match=rf"sets {name}=.*generation_config=False \(--ignore-generation-config\)"):
-        target.generate([prompt], max_new_tokens=4)
-    engine = Engine(target)
-    with pytest.raises(ValueError, match=f"sets {name}="):
-        engine.submit(prompt)
-    assert not engine.has_work
-    assert target.generate([prompt], max_new_tokens=4, generation_config=False)[0].tokens == wanted
+        engine.add_request("a", prompt, SamplingParams(max_tokens=4))
+    assert not engine.has_unfinished_requests()
+    assert written(target, [prompt], max_tokens=4, generation_config=False) == [wanted]
 
 
 def test_values_out_of_range_are_refused(model):
@@ -313,7 +308,7 @@ def test_values_out_of_range_are_refused(model):
         for name, value in values.items():
             setattr(model.generation_config, name, value)
         with pytest.raises(ValueError, match="the generation config is of no use"):
-            target.generate([prompt], max_new_tokens=4)
+            written(target, [prompt], max_tokens=4)
         model.generation_config = GenerationConfig()
 
 
@@ -322,16 +317,16 @@ def test_what_is_taken_is_said_once_per_target(model, caplog):
     set_all(model, {"repetition_penalty": 1.3, "top_k": 7, "max_new_tokens": 3})
     target = Target(model)
     with caplog.at_level(logging.WARNING, "selfspec"):
-        target.generate([prompt], generation_config=False)
+        written(target, [prompt], generation_config=False)
         assert said(caplog) == []
         for _ in range(2):
-            target.generate([prompt], max_new_tokens=4)
+            written(target, [prompt], max_tokens=4)
         [line] = said(caplog)
         assert "applied: repetition_penalty=1.3; options win over it, generation_config=False" in line
-        Target(model).generate([prompt], temperature=0.5)
+        written(Target(model), [prompt], temperature=0.5)
         assert "applied: top_k=7, repetition_penalty=1.3, max_new_tokens=3;" in said(caplog)[1]
         set_all(model, {"repetition_penalty": 1.0, "max_new_tokens": None})
-        Target(model).generate([prompt], max_new_tokens=3)
+        written(Target(model), [prompt], max_tokens=3)
         assert len(said(caplog)) == 2
 
 
@@ -346,17 +341,16 @@ def test_generates_own_loop_applies_nothing_twice(model, caplog):
 
 def test_plain_texts_for_a_tokenizer_with_a_chat_template_are_mentioned_once(caplog):
     tokenizer = byte_tokenizer()
-    target, few = Target(build("phi", vocab_size=257), tokenizer), {"policy": "plain", "max_new_tokens": 2}
-    target.generate(["abc"], **few)
+    target = Target(build("phi", vocab_size=257), tokenizer)
+    written(target, ["abc"], max_tokens=2)
     tokenizer.chat_template = "{% for m in messages %}<|end|>{{ m.content }}{% endfor %}"
     messages = [{"role": "user", "content": "abc"}]
-    target.generate([tokenizer.apply_chat_template(messages, return_dict=False)], **few)
-    target.generate([tokenizer.apply_chat_template(messages, tokenize=False)], **few)
+    written(target, [tokenizer.apply_chat_template(messages, return_dict=False)], max_tokens=2)
+    written(target, [tokenizer.apply_chat_template(messages, tokenize=False)], max_tokens=2)
     assert said(caplog) == []
     for _ in range(2):
-        target.generate("abc", **few)
-        Engine(target, policy="plain").submit("abc")
+        written(target, ["abc"], max_tokens=2)
     [line] = said(caplog)
     assert line.startswith("texts are continued as they are") and "apply_chat_template" in line
-    Engine(Target(target.model, tokenizer), policy="plain").submit("abc")
+    written(Target(target.model, tokenizer), ["abc"], max_tokens=2)
     assert len(said(caplog)) == 2

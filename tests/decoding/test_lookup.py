@@ -1,23 +1,18 @@
-"""Drafts by lookup change no token, whatever they guess."""
+"""Drafts by lookup change no token, whatever they hold; plain drafts of them are in `tests/executors`."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from selfspec.control.plan import LOOKUP, Plan
-from selfspec.decoding.engine import Engine
-from selfspec.drafting import row_lookup as sources
-from selfspec.drafting.prompt_lookup import Guess, Lookup
-from tests.decoding.test_greedy import check_ends_at_eos, check_equals_generate
+from selfspec.core import LOOKUP, Draft, Plan, SamplingParams
+from selfspec.drafting import lookup
+from selfspec.drafting.lookup import TextLookup
+from tests.decoding.test_greedy import check_equals_generate
 from tests.decoding.test_processors import PROCESSORS
 from tests.decoding.test_sampling import check_equals_plain
-from tests.helpers import Adversary, Always, Schedule, decode, make_prompts
+from tests.helpers import Always, Run, Schedule, decode, engine_of, generate, make_prompts, request
 from tests.models import EOS, tiny
-from tests.slow import slow
 
-SLIDING = ["mistral", "ministral", "gemma2", "gpt_oss"]
 VOCAB = 96
 
 
@@ -26,93 +21,71 @@ def echoes(lengths, seed=0):
     return [prompt + prompt for prompt in make_prompts(lengths, seed)]
 
 
-def seeded(count):
-    return {"temperature": [(0.0, 0.7, 1.0)[i % 3] for i in range(count)], "seed": list(range(count))}
-
-
-def wrong(self, num_tokens, honest=Lookup.draft):
+def wrong(self, num_tokens, honest=TextLookup.draft):
     """Never what followed."""
-    guess = honest(self, num_tokens)
-    return Guess([(token + 1) % VOCAB for token in guess.tokens], guess.match)
+    draft = honest(self, num_tokens)
+    return Draft([(token + 1) % VOCAB for token in draft.token_ids], draft.match_length)
 
 
 def all_equal(self, num_tokens):
-    return Guess([VOCAB - 1] * num_tokens, 1)
+    return Draft([VOCAB - 1] * num_tokens, 1)
 
 
 def ends(self, num_tokens):
-    return Guess([EOS] * num_tokens, 9)
+    return Draft([EOS] * num_tokens, 9)
 
 
-def ends_later(self, num_tokens, honest=Lookup.draft):
-    guess = honest(self, num_tokens)
-    return Guess((guess.tokens[:2] + [EOS] * num_tokens)[:num_tokens], guess.match)
+def ends_later(self, num_tokens, honest=TextLookup.draft):
+    draft = honest(self, num_tokens)
+    return Draft((draft.token_ids[:2] + [EOS] * num_tokens)[:num_tokens], draft.match_length)
 
 
-ADVERSARIES = [Lookup.draft, wrong, all_equal, ends, ends_later]
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "qwen3_moe", "ministral", "gemma2", "gpt_oss"])
+def test_drafts_by_lookup_equal_generate(family):
+    done = check_equals_generate(tiny(family), echoes((12, 7, 1, 20), seed=1), Always(LOOKUP, 5), 30)
+    assert sum(one.stats.num_draft_tokens for one in done) > 0
+    assert sum(one.stats.num_plain_steps for one in done) > 0  # rows without a match draft nothing
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe", *SLIDING])
-@pytest.mark.parametrize("longest", [5, slow(1), slow(12)])
-def test_drafts_by_lookup_equal_generate(family, longest):
-    done = check_equals_generate(tiny(family), echoes((12, 7, 1, 20), seed=1), Always(LOOKUP, longest), 30)
-    assert sum(c.stats.num_draft_tokens for c in done) > 0
-    assert sum(c.stats.num_plain_steps for c in done) > 0  # rows without a match draft nothing
-
-
-@pytest.mark.parametrize("adversary", ADVERSARIES)
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_drafts_of_an_adversary_change_no_token(family, adversary, monkeypatch):
-    monkeypatch.setattr(Lookup, "draft", adversary)
-    target, prompts = tiny(family), echoes((9, 3, 14), seed=2)
-    for policy in (Always(LOOKUP, 6), Schedule(0, 4), Schedule(1, 4)):
+@pytest.mark.parametrize("adversary", [wrong, all_equal, ends, ends_later])
+def test_drafts_of_an_adversary_change_no_token(adversary, monkeypatch):
+    monkeypatch.setattr(TextLookup, "draft", adversary)
+    target, prompts = tiny("mistral"), echoes((9, 3, 14), seed=2)
+    params = [SamplingParams(max_tokens=24, seed=i, temperature=(0.0, 0.7, 1.0)[i]) for i in range(3)]
+    for policy in (Always(LOOKUP, 6), Schedule(0, 4)):
         done = check_equals_generate(target, prompts, policy, 24)
-        assert sum(c.stats.num_draft_tokens for c in done) > 0
-        check_equals_plain(target, prompts, policy, max_new_tokens=24, **seeded(3))
+        assert sum(one.stats.num_draft_tokens for one in done) > 0
+        check_equals_plain(target, prompts, policy, params)
+    [prompt] = make_prompts([9], seed=5)
+    free = generate(target.model, prompt, 14)
+    for end in {*free[3:9]}:  # an end of text inside a draft ends the row where the target says so
+        asked = request(prompt, SamplingParams(max_tokens=14), eos_token_ids=frozenset([end]))
+        [done] = decode(target, [asked], Always(LOOKUP, 5))
+        assert (done.token_ids, done.finish_reason) == (free[: free.index(end) + 1], "stop")
 
 
-@pytest.mark.parametrize("adversary", ADVERSARIES)
-def test_an_end_of_text_inside_a_draft_ends_the_row_where_the_target_says_so(adversary, monkeypatch):
-    monkeypatch.setattr(Lookup, "draft", adversary)
-    check_ends_at_eos(policies=(Always(LOOKUP, 5), Schedule(1, 4)))
-
-
-@pytest.mark.parametrize("adversary", [Lookup.draft, all_equal])
-@pytest.mark.parametrize("name", PROCESSORS)
-def test_processors_see_the_prefix_of_every_guess(name, adversary, monkeypatch):
-    monkeypatch.setattr(Lookup, "draft", adversary)
-    target = tiny("phi")
+def test_processors_see_the_prefix_of_every_draft(monkeypatch):
     [prompt] = echoes([7])
-    made = tuple(PROCESSORS[name](len(prompt)))
-    check_equals_generate(target, [prompt], Always(LOOKUP, 5), 24, processors=made)
-
-
-@given(
-    lengths=st.lists(st.integers(1, 16), min_size=1, max_size=8),
-    max_new_tokens=st.integers(1, 30),
-    seed=st.integers(0, 10_000),
-    family=st.sampled_from(["llama", "ministral"]),
-)
-def test_any_batch_of_lookups_and_early_exits_equals_plain_decoding(lengths, max_new_tokens, seed, family):
-    target, prompts, policy = tiny(family), echoes(lengths, seed), Adversary(seed, 4)
-    check_equals_generate(target, prompts, policy, max_new_tokens)
-    check_equals_plain(target, prompts, policy, max_new_tokens=max_new_tokens, **seeded(len(lengths)))
+    made = PROCESSORS["several"](len(prompt))
+    for adversary in (TextLookup.draft, all_equal):
+        monkeypatch.setattr(TextLookup, "draft", adversary)
+        check_equals_generate(tiny("phi"), [prompt], Always(LOOKUP, 5), 24, processors=made)
 
 
 @pytest.mark.parametrize(("exit_layer", "count"), [(2, 0), (None, 0), (LOOKUP, 1)])
 def test_the_index_is_made_when_it_is_first_asked_for(exit_layer, count, monkeypatch):
     made = []
-    monkeypatch.setattr(sources, "Lookup", lambda content: made.append(content) or Lookup(content))
-    decode(tiny("llama"), echoes([9]), Always(exit_layer, 4), max_new_tokens=8)
+    monkeypatch.setattr(lookup, "TextLookup", lambda content: made.append(content) or TextLookup(content))
+    decode(tiny("llama"), echoes([9]), Always(exit_layer, 4), SamplingParams(max_tokens=8))
     assert len(made) == count
 
 
 @pytest.mark.parametrize("exit_layer", [-1, 4])
 def test_exit_layers_below_the_lookup_and_beyond_the_model_are_refused(exit_layer):
-    engine = Engine(tiny("llama"), policy=Always(exit_layer, 2))
-    engine.submit([5, 6, 7], max_new_tokens=8)
+    run = Run(engine_of(tiny("llama"), Always(exit_layer, 2)))
+    run.add([5, 6, 7], SamplingParams(max_tokens=8))
     with pytest.raises(ValueError, match=r"a plan's exit_layer must be None or lie in 0..3 \(0: lookup\), got"):
-        engine.step()
+        run.step()
 
 
 def test_a_draft_by_lookup_has_no_confidences():

@@ -19,8 +19,7 @@ from selfspec.calibrate.measure import exits_to_time, measure
 from selfspec.calibrate.overhead import EngineOverhead
 from selfspec.calibrate.readings import MOST_OF_MEDIAN, Readings, low, mean
 from selfspec.calibrate.timed_rounds import FURTHER, TimedRounds
-from selfspec.control.cost_table import Table
-from selfspec.control.costs import CONTEXT, Costs
+from selfspec.control.costs import CONTEXT, Costs, Table
 from selfspec.control.plan import Plan
 from selfspec.executors.cuda.capture import CannotCapture
 from tests.cuda.standin import with_runner

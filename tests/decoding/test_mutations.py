@@ -12,25 +12,27 @@ from functools import partial
 import pytest
 import torch
 
+from selfspec.core import SamplingParams
 from selfspec.decoding.stopping import Stopper
-from selfspec.executors import eager, pick, program
+from selfspec.executors import base, eager
+from selfspec.executors.base import RoundDraft
 from selfspec.executors.draft_picks import DraftPicker
 from selfspec.executors.processors import process
-from selfspec.executors.program import RoundDraft
+from selfspec.kernels import pick
 from selfspec.kernels.gumbel import NoiseAhead, gumbel
 from selfspec.model.kv_cache import PackedRows
 from tests import models
-from tests.decoding.test_cache_audit import check_cache
 from tests.decoding.test_greedy import check_equals_generate
 from tests.decoding.test_processors import PROCESSORS, check_processors
-from tests.decoding.test_sampling import check_any_arrival, check_equals_plain, check_law, tiny_vocabulary
-from tests.helpers import Always, Schedule, make_prompts
+from tests.decoding.test_sampling import check_equals_plain, check_law, tiny_vocabulary
+from tests.helpers import Always, Schedule, audit_cache, decode, make_prompts
 
 RAGGED = (12, 7, 1, 20)
 
 
 # Run by its own forward: nothing that is put in here may be beyond a compiled body's sight, or crash it.
-tiny = partial(models.tiny, engine="views")
+tiny = partial(models.tiny, backend="views")
+pytestmark = pytest.mark.slow  # they show what the suite would notice, not what the engine does
 
 
 def must_fail(check, monkeypatch, owner, name, mutation):
@@ -45,6 +47,13 @@ def check_greedy(family="llama", audit=False, longest=4, seeds=3):
     for seed in range(seeds):
         prompts = make_prompts(RAGGED, seed=1)
         check_equals_generate(tiny(family), prompts, Schedule(seed, 4, longest, plain=False), 20, audit=audit)
+
+
+def check_cache():
+    """Small pages, prompts in chunks, and rows that leave one by one."""
+    params = [SamplingParams(max_tokens=14 - 2 * (i % 4)) for i in range(6)]
+    options = {"page_size": 64, "max_num_seqs": 4, "max_num_cached_tokens": 4 * 64, "prefill_chunk": 16}
+    decode(tiny("llama"), make_prompts((12, 7, 1, 20, 33, 2)), Schedule(0, 4), params, audit=audit_cache, **options)
 
 
 # ---------------------------------------------------------------------------------------------------- processors
@@ -65,7 +74,7 @@ def prefix_of_the_round_everywhere(rows, owners, paths, fed, logits):
 @pytest.mark.parametrize("mutation", [bonus_from_raw_logits, prefix_of_the_round_everywhere])
 @pytest.mark.parametrize("name", ["a repetition penalty", "no repeated bigram"])
 def test_processors_left_out_or_given_another_prefix_are_noticed(monkeypatch, mutation, name):
-    check = partial(check_processors, tiny("phi"), PROCESSORS[name], schedules=3)
+    check = partial(check_processors, tiny("phi"), PROCESSORS[name], seeds=3)
     must_fail(check, monkeypatch, eager, "process_packed", mutation)
 
 
@@ -77,12 +86,12 @@ def limit_of_the_round_before(self, content, emitted, block, honest=Stopper.cut)
     return (len(block), text, reason) if reason == "length" else (kept, text, reason)
 
 
-def drafts_longer_than_there_is_room_for(rows, plan):
+def drafts_longer_than_rows_may_be(rows, plan):
     return RoundDraft(plan)
 
 
 def test_a_length_limit_that_is_not_cut_is_noticed(monkeypatch):
-    monkeypatch.setattr(program, "next_draft", drafts_longer_than_there_is_room_for)
+    monkeypatch.setattr(base, "next_draft", drafts_longer_than_rows_may_be)
     check = partial(check_equals_generate, tiny("llama"), make_prompts([5]), Always(3, 6), 6, audit=False)
     must_fail(check, monkeypatch, Stopper, "cut", limit_of_the_round_before)
 
@@ -97,7 +106,7 @@ def one_slot_late(self, cache, spans, device="cpu", honest=PackedRows.__init__):
 
 
 def test_keys_written_one_slot_late_are_noticed(monkeypatch):
-    must_fail(partial(check_cache, tiny("llama"), Schedule(0, 4)), monkeypatch, PackedRows, "__init__", one_slot_late)
+    must_fail(check_cache, monkeypatch, PackedRows, "__init__", one_slot_late)
 
 
 # ------------------------------------------------------------------------------------------------------ positions
@@ -126,7 +135,7 @@ def test_positions_by_slot_are_noticed(monkeypatch, mutation, family):
 
 @pytest.mark.parametrize("mutation", [by_slot, second_row_shifted])
 def test_keys_turned_by_another_position_are_noticed_in_the_cache(monkeypatch, mutation):
-    must_fail(partial(check_cache, tiny("llama"), Schedule(0, 4)), monkeypatch, PackedRows, "__init__", mutation)
+    must_fail(check_cache, monkeypatch, PackedRows, "__init__", mutation)
 
 
 # ------------------------------------------------------------------------------------------------------- sampling
@@ -136,18 +145,13 @@ def noise_by_place_in_the_batch(self, seeds, positions, vocab_size):
     return gumbel(torch.tensor(seeds) + torch.arange(len(seeds)), positions, vocab_size)
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        lambda: check_any_arrival(tiny("llama"), 0),
-        lambda: check_equals_plain(
-            tiny("llama"), make_prompts(RAGGED), Schedule(0, 4), max_new_tokens=12, temperature=1.0, seed=[0, 1, 2, 3]
-        ),
-    ],
-    ids=["arrivals", "batches"],
-)
-def test_noise_that_depends_on_the_batch_is_noticed(monkeypatch, check):
-    must_fail(check, monkeypatch, NoiseAhead, "__call__", noise_by_place_in_the_batch)
+def check_sampling():
+    params = [SamplingParams(max_tokens=12, temperature=1.0, seed=seed) for seed in range(4)]
+    check_equals_plain(tiny("llama"), make_prompts(RAGGED), Schedule(0, 4), params)
+
+
+def test_noise_that_depends_on_the_batch_is_noticed(monkeypatch):
+    must_fail(check_sampling, monkeypatch, NoiseAhead, "__call__", noise_by_place_in_the_batch)
 
 
 def the_same_noise_at_every_position(self, seeds, positions, vocab_size):
@@ -179,4 +183,4 @@ def test_a_draft_that_is_tampered_with_changes_no_token(monkeypatch):
     """No mutation of the draft alone can be seen in the output: it is verified."""
     monkeypatch.setattr(DraftPicker, "__call__", withdraw_the_unsure)
     check_greedy()
-    check_equals_plain(tiny("llama"), make_prompts(RAGGED), Schedule(0, 4), max_new_tokens=12, temperature=1.0)
+    check_sampling()

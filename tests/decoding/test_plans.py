@@ -1,4 +1,4 @@
-"""Policies by name: what they plan, what they refuse; and policies of one's own."""
+"""What policies see of sequences and rounds, and plans that cannot be carried out, or are carried out in part."""
 
 from __future__ import annotations
 
@@ -8,78 +8,21 @@ import numpy as np
 import pytest
 
 import selfspec
-from selfspec import SpeculativeConfig
-from selfspec.control.fixed import Fixed, Plain
-from selfspec.control.plan import NUM_BINS, Plan, Policy, SecondChoices, always
-from selfspec.control.registry import make_policy
-from selfspec.control.rows import RowState
-from tests.helpers import Schedule, decode, generate, make_prompts
-from tests.models import tiny
+from selfspec import LLM, SamplingParams, SpeculativeConfig
+from selfspec.control.plan import NUM_BINS, Alternatives, Policy, always
+from selfspec.core import Plan
+from tests.models import build
+
+PROMPTS = [[5, 17, 60, 33], [71, 8, 8, 90, 12, 44, 9, 3, 25]]
 
 
-def rows(*rooms):
-    return [RowState(i, 10, room) for i, room in enumerate(rooms)]
+def generate(policy, prompts=PROMPTS, max_tokens=12, backend="views", **more):
+    llm = LLM(build("llama"), backend=backend, speculative=SpeculativeConfig(policy=policy), **more)
+    return [output.outputs[0] for output in llm.generate(prompts, SamplingParams(max_tokens=max_tokens))]
 
 
-def test_plain_drafts_nothing():
-    plan = Plain().plan(rows(5, 1, 9))
-    assert (plan.exit_layer, plan.draft_lengths, plan.table) == (None, (0, 0, 0), None)
-
-
-def test_fixed_drafts_its_length_in_every_row():
-    plan = Fixed(3, 4, 0.5).plan(rows(9, 5, 1))
-    assert (plan.exit_layer, plan.draft_lengths, plan.min_confidence) == (3, (4, 4, 4), 0.5)
-
-
-def test_names_make_policies_with_a_quarter_of_the_layers_and_four_tokens_by_default():
-    assert make_policy("fixed", 12) == Fixed(3, 4)
-    assert make_policy("fixed", 3) == Fixed(1, 4)
-    assert make_policy("fixed", 12, 5, 2) == Fixed(5, 2)
-    assert make_policy("fixed", 12, draft_vocab=4096) == Fixed(3, 4, draft_vocab=4096)
-    assert make_policy("plain", 12, 5, 2) == Plain()
-    assert make_policy("fixed", 12, 5, 0) == Plain()
-
-
-def test_a_policy_object_is_used_as_it_is():
-    mine = Schedule(0, 4)
-    assert make_policy(mine, 4) is mine
-
-
-@pytest.mark.parametrize(
-    ("name", "exit_layer", "num_draft_tokens", "sentence"),
-    [
-        ("clever", None, None, "policy must be one of adaptive, plain, fixed.*, got 'clever'"),
-        ("fixed", 0, None, r"exit_layer must lie in 1\.\.11 for this model, got 0"),
-        ("fixed", 12, None, r"exit_layer must lie in 1\.\.11 for this model, got 12"),
-        ("fixed", -1, None, r"exit_layer must lie in 1\.\.11 for this model, got -1"),
-        ("plain", 12, None, r"exit_layer must lie in 1\.\.11 for this model, got 12"),
-        ("fixed", None, -1, r"num_draft_tokens must be at least 0 \(0 is plain decoding\), got -1"),
-    ],
-)
-def test_what_makes_no_policy_is_refused_by_name(name, exit_layer, num_draft_tokens, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        make_policy(name, 12, exit_layer, num_draft_tokens)
-
-
-def test_a_policy_sees_every_rows_state_and_what_became_of_its_plan():
-    class Watching(Schedule):
-        def plan(self, rows):
-            self.states = [*getattr(self, "states", []), rows]
-            return super().plan(rows)
-
-    policy, prompts = Watching(0, 4), make_prompts([5, 9])
-    done = decode(tiny("llama"), prompts, policy, max_new_tokens=[6, 11])
-    assert len(policy.states) == len(policy.seen)
-    lengths = {0: 5, 1: 9}
-    for states, (plan, [(_, outcomes, _)]) in zip(policy.states, policy.seen, strict=True):
-        assert [o.request_id for o in outcomes] == [s.request_id for s in states]
-        for state, outcome, planned in zip(states, outcomes, plan.draft_lengths, strict=True):
-            assert state.content_length == lengths[state.request_id]
-            assert state.room == {0: 11, 1: 20}[state.request_id] - state.content_length
-            assert outcome.num_accepted <= outcome.num_drafted <= min(planned, state.room - 1)
-            lengths[state.request_id] += outcome.num_accepted + 1
-    assert lengths == {0: 11, 1: 20}
-    assert [len(c.tokens) for c in done] == [6, 11]
+def tokens_of(outputs):
+    return [output.token_ids for output in outputs]
 
 
 class Once(Policy):
@@ -92,9 +35,34 @@ class Once(Policy):
         return self.made
 
 
-def beside(num_rates, rate, most, lengths=(2, 2)):
-    """A plan of one layer that drafts second choices, each of them likely enough."""
-    return Plan(2, lengths, second_choices=SecondChoices((rate,) * num_rates, (rate,) * num_rates, -1.0, most))
+def test_a_policy_sees_every_sequence_and_what_became_of_its_plan():
+    class Watching(Policy):
+        states, rounds = [], []
+
+        def plan(self, rows):
+            self.states.append([(row.seq_id, row.num_tokens, row.num_remaining) for row in rows])
+            return Plan(2, (3,) * len(rows))
+
+        def observe(self, plan, rounds):
+            self.rounds.append((plan, rounds))
+
+    policy = Watching()
+    done = generate(policy, max_tokens=9)
+    lengths, limits = {}, {}
+    for states, (plan, [round_]) in zip(policy.states, policy.rounds, strict=True):
+        assert [row.seq_id for row in round_.rows] == [seq_id for seq_id, *_ in states]
+        assert round_.plan == plan
+        for (seq_id, num_tokens, num_remaining), row in zip(states, round_.rows, strict=True):
+            assert lengths.setdefault(seq_id, num_tokens) == num_tokens
+            assert limits.setdefault(seq_id, num_tokens + num_remaining) == num_tokens + num_remaining
+            assert row.num_accepted <= row.num_drafted <= min(3, num_remaining - 1)
+            lengths[seq_id] += len(row.token_ids)
+    assert lengths == limits and [len(one.token_ids) for one in done] == [9, 9]
+
+
+def alternatives(num_rates, rate, most, lengths=(2, 2)):
+    """A plan of one layer that drafts alternatives, each of them probable enough."""
+    return Plan(2, lengths, alternatives=Alternatives((rate,) * num_rates, (rate,) * num_rates, -1.0, most))
 
 
 @pytest.mark.parametrize(
@@ -109,50 +77,38 @@ def beside(num_rates, rate, most, lengths=(2, 2)):
         (Plan(2, (1, 1), deadline=-1.0), r"a plan's deadline must be seconds, at least 0, or None, got -1\.0"),
         (Plan(2.5, (1, 1)), r"a plan's exit_layer must be a whole number, got 2\.5"),
         (None, r"a policy must make plans of class selfspec\.Plan, got None"),
-        (beside(1, 0.5, 4), r"a plan's second_choices must have rates of first and of second choices, 12 each, got"),
-        (beside(NUM_BINS, float("nan"), 4), r"a plan's second_choices must have rates of first and of second"),
-        (beside(NUM_BINS, 0.5, 1.5), r"a plan's second_choices' most must be a whole number, got 1\.5"),
+        (alternatives(1, 0.5, 4), r"a plan's alternatives must have rates of .*, 12 each, got"),
+        (alternatives(NUM_BINS, float("nan"), 4), r"a plan's alternatives must have rates of"),
+        (alternatives(NUM_BINS, 0.5, 1.5), r"a plan's alternatives' most must be a whole number, got 1\.5"),
         (Plan(None, (), lookups=always((3,))), r"a plan's lookups must have lengths and gains of every row, 2, by 30"),
     ],
 )
 def test_a_plan_that_cannot_be_carried_out_is_refused_in_a_sentence(plan, sentence):
     with pytest.raises(ValueError, match=sentence):
-        decode(tiny("llama"), make_prompts([4, 4]), Once(plan), max_new_tokens=5)
-
-
-@pytest.mark.parametrize("exit_layer", [0, 2])
-@pytest.mark.parametrize("num_rounds", [1, 9])
-def test_drafts_longer_than_a_row_has_room_for_are_cut(exit_layer, num_rounds):
-    [prompt] = make_prompts([4])
-    [done] = decode(tiny("llama"), [prompt], Once(Plan(exit_layer, (30,), num_rounds=num_rounds)), max_new_tokens=5)
-    assert done.tokens == generate(tiny("llama").model, prompt, 5)
-
-
-@pytest.mark.parametrize("keep_logits", [False, True])
-def test_a_plan_without_an_exit_needs_no_lengths(keep_logits):
-    [prompt] = make_prompts([4])
-    [done] = decode(tiny("llama"), [prompt], Once(Plan(None, ())), max_new_tokens=5, keep_logits=keep_logits)
-    assert done.tokens == generate(tiny("llama").model, prompt, 5)
+        generate(Once(plan))
 
 
 @pytest.mark.parametrize(
     "plan",
     [
+        Plan(0, (30,)),
+        Plan(2, (30,), num_rounds=9),
+        Plan(None, ()),
         Plan(2, np.array([3]), num_rounds=np.int64(4), deadline=np.float32(1)),
         Plan(np.int64(2), (np.int64(3),), num_rounds=4),
         Plan(0, [3], num_rounds=4),
         Plan(0, (1 << 70,), num_rounds=1 << 70, deadline=float("inf")),
         Plan(True, (True,)),
-        beside(NUM_BINS, 0.5, np.int64(2), (3,)),
-        beside(NUM_BINS, 0.5, 1 << 40, (3,)),
+        alternatives(NUM_BINS, 0.5, np.int64(2), (3,)),
+        alternatives(NUM_BINS, 0.5, 1 << 40, (3,)),
     ],
 )
-@pytest.mark.parametrize("engine", ["views", "compiled"])
-def test_a_plans_numbers_may_be_numpys_and_of_any_size(plan, engine):
-    [prompt] = make_prompts([9])
-    [done] = decode(tiny("llama", engine=engine), [prompt * 2], Once(plan), max_new_tokens=12)
-    assert done.tokens == generate(tiny("llama").model, prompt * 2, 12)
-    assert done.stats.num_draft_tokens > 0
+@pytest.mark.parametrize("backend", ["views", "compiled"])
+def test_drafts_are_cut_to_what_a_row_may_emit_and_numbers_may_be_numpys_and_of_any_size(plan, backend):
+    prompts = [PROMPTS[1] * 2]
+    [done] = generate(Once(plan), prompts, backend=backend)
+    assert [done.token_ids] == tokens_of(generate("plain", prompts, backend=backend))
+    assert done.stats.num_draft_tokens > 0 or plan.exit_layer is None
 
 
 def test_the_policy_of_the_documentation_drafts_and_changes_no_token():

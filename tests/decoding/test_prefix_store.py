@@ -10,7 +10,6 @@ import torch
 from selfspec import LLM, SamplingParams
 from tests.helpers import make_prompts
 from tests.models import build
-from tests.target import Target
 
 DOCUMENT = make_prompts([90], seed=3)[0]
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -18,18 +17,13 @@ PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
 
 def asked(llm, prompts, params=PARAMS):
     """Tokens of every prompt, and how many of its tokens had been read before."""
-    found = {}
-
-    def note(round_):
-        found.update({row.request_id: row.completion.num_cached_tokens for row in round_.rows if row.completion})
-
-    outputs = llm.generate(prompts, params, on_round=note)
-    return [output.outputs[0].token_ids for output in outputs], [found[row] for row in sorted(found)]
+    outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
+    return [output.token_ids for output in outputs], [output.num_cached_tokens for output in outputs]
 
 
 def fresh(llm, prompts):
     """The tokens of a model that keeps nothing."""
-    return asked(LLM(llm.target.model, backend=llm.target.engine, prefix_cache=False), prompts)[0]
+    return asked(LLM(llm.target.model, backend=llm.target.backend, prefix_cache=False), prompts)[0]
 
 
 @pytest.fixture
@@ -48,17 +42,10 @@ def test_a_second_question_about_a_document_reads_only_the_question(llm):
 def test_the_default_is_where_bits_are_the_same(llm):
     views = LLM(build("llama"), backend="views")
     assert llm.prefix_cache and not views.prefix_cache
-    assert LLM(build("llama"), backend="views", exact=True).prefix_cache
     assert asked(views, [DOCUMENT])[1] == asked(views, [DOCUMENT])[1] == [0]
     shared = LLM(build("llama"), backend="views", prefix_cache=True)
     assert asked(shared, [DOCUMENT])[1] == [0]
     assert asked(shared, [DOCUMENT]) == (fresh(shared, [DOCUMENT]), [89])
-
-
-def test_exact_calls_find_what_exact_calls_left():
-    llm = LLM(build("llama").to(torch.bfloat16), backend="views", exact=True)
-    wanted = asked(llm, [DOCUMENT])[0]
-    assert asked(llm, [DOCUMENT]) == (wanted, [89])
 
 
 @pytest.mark.parametrize(("size", "found"), [(0, 0), (64, 64), (128, 64), (192, 99)])
@@ -145,13 +132,11 @@ def test_an_engine_reports_what_it_found(llm):
         while engine.has_unfinished_requests():
             engine.step()
             busy = max(busy, engine.num_pages_in_use)
-        assert busy in (0, 2), "a page holds 64 tokens; a single program may run it all"
-    assert (engine.prefix_queries, engine.prefix_hits, engine.num_pages_in_use) == (180, 89, 0)
-    assert engine.num_pages == 512 // 64
+        assert busy in (0, 2), "a page holds 64 tokens; a single plan may run it all"
+    assert (engine.prefix_cache_queries, engine.prefix_cache_hits, engine.num_pages_in_use) == (180, 89, 0)
+    assert engine.cache.num_pages == 512 // 64
 
 
 def test_calls_without_it_read_every_prompt():
-    target = Target(build("llama"), engine="compiled")
-    for _ in range(2):
-        [done] = target.generate([DOCUMENT], max_new_tokens=2)
-        assert done.num_cached_tokens == 0
+    llm = LLM(build("llama"), backend="compiled", prefix_cache=False)
+    assert [asked(llm, [DOCUMENT])[1] for _ in range(2)] == [[0], [0]]

@@ -1,4 +1,4 @@
-"""Processors that look back see, at every position, the prefix of that position: content and the drafts before it."""
+"""Logits processors: tokens are those of `generate`, and a processor sees the prefix of its own position."""
 
 from __future__ import annotations
 
@@ -13,10 +13,22 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from selfspec.decoding.engine import Engine
+from selfspec.core import SamplingParams
 from tests.decoding.test_greedy import check_equals_generate
 from tests.decoding.test_sampling import check_equals_plain
-from tests.helpers import Always, Schedule, decode, drain, generate, make_prompts
+from tests.helpers import (
+    Adversary,
+    Always,
+    Run,
+    Schedule,
+    decode,
+    engine_of,
+    generate,
+    make_prompts,
+    request,
+    run,
+    tokens_of,
+)
 from tests.models import EOS, tiny
 from tests.slow import slow
 
@@ -34,16 +46,19 @@ PROCESSORS = {
 RAGGED = (12, 7, 1, 20)
 
 
-def check_processors(target, processors, schedules=3):
+def params(processors, max_tokens=20, **more):
+    return SamplingParams(max_tokens=max_tokens, logits_processors=tuple(processors) or None, **more)
+
+
+def check_processors(target, processors, seeds=2):
     """Greedy tokens under the processors equal generate's, and somewhere differ from those without."""
     changed = False
     for prompt in make_prompts(RAGGED, seed=1):
-        made = tuple(processors(len(prompt)))
+        made = processors(len(prompt))
         expected = generate(target.model, prompt, 20, made)
         changed |= expected != generate(target.model, prompt, 20)
-        for seed in range(schedules):
-            [done] = decode(target, [prompt], Schedule(seed, 4), max_new_tokens=20, logits_processor=made)
-            assert done.tokens == expected
+        for policy in (*(Schedule(seed, 4) for seed in range(seeds)), Adversary(1, 4)):
+            assert tokens_of(decode(target, [prompt], policy, params(made))) == [expected]
     assert changed
 
 
@@ -59,20 +74,28 @@ def test_a_batch_with_processors_equals_generate(lengths, seed):
     check_equals_generate(tiny("qwen3"), make_prompts(lengths, seed), Schedule(seed, 4), 16, processors=made)
 
 
-def test_rows_with_and_without_processors_share_a_batch():
+def test_rows_with_and_without_processors_share_a_batch_and_only_others_are_probed():
     target, prompts = tiny("llama"), make_prompts(RAGGED, seed=1)
     made = [PROCESSORS["a repetition penalty"](0), [], PROCESSORS["no repeated bigram"](0), []]
     expected = [generate(target.model, prompt, 20, own) for prompt, own in zip(prompts, made, strict=True)]
-    for seed in range(4):
-        done = decode(target, prompts, Schedule(seed, 4), max_new_tokens=20, logits_processor=[tuple(m) for m in made])
-        assert [c.tokens for c in done] == expected
+    policies = [Schedule(0, 4), *(Adversary(seed, 4) for seed in range(2))]
+    for policy in policies:
+        assert tokens_of(decode(target, prompts, policy, [params(own) for own in made])) == expected
+    probed = {row.seq_id for policy in policies[1:] for row, *_ in policy.shadows}
+    assert probed == {1, 3} and {row.seq_id for policy in policies[1:] for row, _ in policy.seeds} <= probed
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_sampling_with_processors_equals_plain_decoding(seed):
-    made = tuple(PROCESSORS["several"](0)[:3])
-    options = {"max_new_tokens": 16, "temperature": 0.9, "top_p": 0.9, "seed": 3}
-    check_equals_plain(tiny("llama"), make_prompts(RAGGED), Schedule(seed, 4), logits_processor=made, **options)
+def test_sampling_with_processors_equals_plain_decoding():
+    made = params(PROCESSORS["several"](0)[:3], 16, temperature=0.9, top_p=0.9, seed=3)
+    check_equals_plain(tiny("llama"), make_prompts(RAGGED), Schedule(0, 4), made)
+
+
+def test_processors_see_the_branch_they_are_on():
+    target, [prompt] = tiny("phi"), make_prompts([7])
+    made = PROCESSORS["several"](7)
+    found = [decode(target, [prompt], Adversary(seed, 4, eager=1.0), params(made, 24))[0] for seed in range(3)]
+    assert tokens_of(found) == [generate(target.model, prompt, 24, made)] * 3
+    assert sum(one.stats.num_side_tokens for one in found) > 0
 
 
 def test_a_processor_is_shown_each_positions_own_prefix():
@@ -84,8 +107,8 @@ def test_a_processor_is_shown_each_positions_own_prefix():
         seen.append(tuple(input_ids[0].tolist()))
         return scores
 
-    [done] = decode(target, [prompt], Always(3, 4), max_new_tokens=12, logits_processor=watch)
-    whole = (*prompt, *done.tokens)
+    [done] = decode(target, [prompt], Always(3, 4), params([watch], 12))
+    whole = (*prompt, *done.token_ids)
     for n in range(len(prompt), len(whole)):  # every kept token was picked after its own prefix
         assert whole[:n] in seen
 
@@ -98,9 +121,10 @@ def test_a_processor_cannot_spoil_the_logits_it_is_given():
         scores.zero_()
         return kept
 
-    done = decode(target, prompts, Schedule(0, 4), max_new_tokens=10, logits_processor=spoil, keep_logits=True)
-    assert [c.tokens for c in done] == [generate(target.model, prompt, 10) for prompt in prompts]
-    assert all(torch.stack(c.logits).std() > 0 for c in done)
+    asked = [request(prompt, params([spoil], 10), keep_logits=True) for prompt in prompts]
+    made = run(target, asked, Schedule(0, 4))
+    assert tokens_of(made.outputs) == [generate(target.model, prompt, 10) for prompt in prompts]
+    assert all(torch.stack(row.logits).std() > 0 for row in made.sequences.values())
 
 
 @pytest.mark.parametrize(
@@ -113,22 +137,21 @@ def test_a_processor_cannot_spoil_the_logits_it_is_given():
     ],
 )
 def test_a_processor_that_returns_no_logits_ends_its_own_row_alone(wrong, got):
-    target = tiny("llama")
-    first, second = make_prompts([9, 4])
-    engine = Engine(target, policy=Schedule(1, 4), max_batch_size=2)
-    spoiled = engine.submit(first, max_new_tokens=12, logits_processor=wrong)
-    sound = engine.submit(second, max_new_tokens=12)
-    with pytest.raises(ValueError, match=r"^logits_processor must return a tensor of logits \[1, 96\], got " + got):
-        drain(engine)
-    completions = drain(engine).completions
-    assert completions[spoiled].finish_reason == "cancelled"
-    assert completions[sound].tokens == generate(target.model, second, 12)
+    target, (first, second) = tiny("llama"), make_prompts([9, 4])
+    made = Run(engine_of(target, Schedule(1, 4), max_num_seqs=2))
+    spoiled, sound = made.add(first, params([wrong], 12)), made.add(second, params([], 12))
+    with pytest.raises(ValueError, match=r"must return a tensor of logits \[1, 96\], got " + got):
+        made.finish()
+    made.finish()
+    assert made.output(spoiled).finish_reason == "abort"
+    assert made.output(sound).token_ids == generate(target.model, second, 12)
 
 
 def test_a_processor_of_another_dtype_does_not_change_its_neighbours():
     first, second = make_prompts([9, 4])
-    options = {"max_new_tokens": 12, "keep_logits": True}
-    engine = Engine(tiny("llama"), policy=Schedule(1, 4), max_batch_size=2)
-    engine.submit(first, logits_processor=lambda ids, logits: logits.double(), **options)
-    engine.submit(second, **options)
-    assert {score.dtype for done in drain(engine).completions.values() for score in done.scores} == {torch.float32}
+    asked = [
+        request(first, params([lambda ids, logits: logits.double()], 12), keep_logits=True),
+        request(second, params([], 12), keep_logits=True),
+    ]
+    made = run(tiny("llama"), asked, Schedule(1, 4))
+    assert {score.dtype for row in made.sequences.values() for score in row.scores} == {torch.float32}

@@ -6,12 +6,13 @@ from itertools import pairwise
 
 import pytest
 
-from selfspec.decoding import prompt_chunks
-from selfspec.decoding.engine import Engine
-from selfspec.decoding.prompt_chunks import LEAST, PromptChunks, chunks_for
-from tests.helpers import Schedule, drain, generate, make_prompts
-from tests.models import build
-from tests.target import Target
+from selfspec.core import SamplingParams
+from selfspec.decoding import scheduler
+from selfspec.decoding.scheduler import LEAST, PromptChunks, chunks_for
+from selfspec.executors.prefill import shares
+from selfspec.loading.target import Target
+from tests.helpers import Run, Schedule, engine_of, generate, make_prompts, tokens_of
+from tests.models import build, tiny
 
 
 class Device:
@@ -87,62 +88,93 @@ def test_without_a_limit_nothing_is_measured():
     assert chunks.size() == 512
 
 
+def run_of(target, device, policy="plain", **options):
+    """A run whose device has read what its rows have cached."""
+    run = Run(engine_of(target, policy, prefill_chunk=256, max_step_seconds=0.0, **options))
+    if device is not None:
+        device.progress = lambda: sum(row.num_cached for row in run.engine.running)
+        run.engine.chunks = PromptChunks(256, 2.0**-5, device.timer)
+    return run
+
+
 @pytest.mark.parametrize("late", [0, 2])
 def test_running_rows_get_a_round_after_every_chunk_and_the_same_tokens(late):
     target = Target(build("llama", max_position_embeddings=1024))
-    long_prompts, short = make_prompts([700, 400], seed=3), make_prompts([5])[0]
-    engine = Engine(target, policy=Schedule(1, 4), max_batch_size=3, max_cached_tokens=4096, prefill_chunk=256, burst=0)
-    device = Device(2.0**-12, late)
-    device.progress = lambda: sum(row.num_cached for row in engine.rows)
-    engine.chunks = PromptChunks(256, 2.0**-5, device.timer)
-    first = engine.submit(short, max_new_tokens=100)
-    rounds = engine.step()
-    others = [engine.submit(prompt, max_new_tokens=90) for prompt in long_prompts]
+    prompts, lengths = [*make_prompts([5]), *make_prompts([700, 400], seed=3)], (100, 90, 90)
+    run = run_of(target, Device(2.0**-12, late), Schedule(1, 4), max_num_seqs=3, max_num_cached_tokens=4096)
+    first = run.add(prompts[0], SamplingParams(max_tokens=100))
+    run.step()
+    for prompt in prompts[1:]:
+        run.add(prompt, SamplingParams(max_tokens=90))
     read = [0]
     while read[-1] < 699 + 399:
-        [round_] = engine.step()
-        assert first in [row.request_id for row in round_.rows]
-        rounds.append(round_)
-        read.append(sum(min(row.num_cached, row.num_prompt_tokens - 1) for row in engine.rows[1:]))
+        [round_] = run.step()
+        assert first in [row.sequence.request_id for row in round_.rows]
+        read.append(sum(min(row.num_cached, row.num_prompt_tokens - 1) for row in run.engine.running[1:]))
     chunks = [after - before for before, after in pairwise(read)]
     assert set(chunks[: late + 1]) == {256}, "no time is known yet"
     assert set(chunks[late + 1 : -1]) == {128}, "what takes the time that a chunk may take"
-    done = drain(engine, before=rounds).completions
-    for number, prompt, length in [(first, short, 100), *zip(others, long_prompts, (90, 90), strict=True)]:
-        assert done[number].tokens == generate(target.model, prompt, length)
+    wanted = [generate(target.model, prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
+    assert tokens_of(run.finish().outputs) == wanted
 
 
 def test_a_chunk_is_as_large_as_asked_for_where_no_row_waits():
-    engine = Engine(Target(build("llama", max_position_embeddings=1024)), max_cached_tokens=1024, prefill_chunk=256)
     device = Device(1.0)
-    device.progress = lambda: sum(row.num_cached for row in engine.rows)
-    engine.chunks = PromptChunks(256, 1 / 30, device.timer)
-    engine.submit(make_prompts([700])[0], max_new_tokens=2)
+    run = run_of(Target(build("llama", max_position_embeddings=1024)), device)
+    run.add(make_prompts([700])[0], SamplingParams(max_tokens=2))
     read = []
     for _ in range(2):
-        engine.step()
+        run.step()
         read.append(device.progress())
     assert read == [256, 512]
 
 
 def test_on_the_processor_a_chunk_is_bounded_where_no_bit_depends_on_it(monkeypatch):
     """The clock stands still for rounds, and each prompt token takes a hundredth of a second."""
-    assert chunks_for(Target(build("llama"), engine="views").stack, 512).size() == 512
-    target = Target(build("llama", max_position_embeddings=1024))
-    assert target.engine == "compiled"
-    prompts = make_prompts([5, 600], seed=3)
-    wanted = [generate(target.model, prompt, 60) for prompt in prompts]
-    engine = Engine(target, policy="plain", max_batch_size=2, max_cached_tokens=2048, prefill_chunk=256, burst=0)
-    monkeypatch.setattr(
-        prompt_chunks, "perf_counter", lambda: sum(row.num_cached for row in engine.rows if not row.is_read) / 100
-    )
-    engine.submit(prompts[0], max_new_tokens=60)
-    rounds = engine.step()
-    engine.submit(prompts[1], max_new_tokens=60)
+    assert chunks_for(Target(build("llama"), backend="views").stack, 512).size() == 512
+    target = Target(build("llama", max_position_embeddings=1024), backend="compiled")
+    prompts, params = make_prompts([5, 600], seed=3), SamplingParams(max_tokens=60)
+    run = run_of(target, None, max_num_seqs=2, max_num_cached_tokens=2048)
+
+    def running():
+        return run.engine.running
+
+    def now():
+        return sum(row.num_cached for row in running() if not row.is_prefilled) / 100
+
+    monkeypatch.setattr(scheduler, "perf_counter", now)
+    run.add(prompts[0], params)
+    run.step()
+    run.add(prompts[1], params)
     read = []
-    while not all(row.is_read for row in engine.rows) or len(engine.rows) < 2:
-        rounds += engine.step()
-        read.append(engine.rows[-1].num_cached)
+    while not all(row.is_prefilled for row in running()) or len(running()) < 2:
+        run.step()
+        read.append(running()[-1].num_cached)
     assert read[0] == LEAST and {after - before for before, after in pairwise(read[:-1])} == {LEAST}
-    done = drain(engine, before=rounds).completions
-    assert [done[i].tokens for i in range(2)] == wanted
+    assert tokens_of(run.finish().outputs) == [generate(target.model, prompt, 60) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("lacking", "budget", "expected"),
+    [
+        ([], 8, []),
+        ([100], 8, [8]),
+        ([100, 3, 50], 16, [8, 3, 5]),
+        ([0, 100, 3], 8, [0, 5, 3]),
+        ([2, 100, 100], 9, [2, 7, 0]),
+        ([100, 0, 7], 1, [1, 0, 0]),
+        ([4, 4], 100, [4, 4]),
+        ([100, 90, 80], 10, [5, 0, 5]),
+    ],
+)
+def test_half_of_a_step_is_for_the_row_that_came_first_and_half_for_those_that_need_least(lacking, budget, expected):
+    assert shares(lacking, budget) == expected
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one_nor_the_other_way_round():
+    run = Run(engine_of(tiny("llama"), max_num_seqs=2, prefill_chunk=4, max_step_seconds=0.0))
+    long = run.add(make_prompts([100], seed=1)[0], SamplingParams(max_tokens=1))
+    shorts = [run.add(make_prompts([3], seed=seed)[0], SamplingParams(max_tokens=3)) for seed in range(40)]
+    ended = [*run.finish().sequences]
+    assert ended[0] == shorts[0]
+    assert 5 < ended.index(long) < 30, "half of every step is its own"

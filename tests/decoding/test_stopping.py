@@ -11,11 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.decoding.request import Request
-from selfspec.decoding.stopping import RowText, Stopper, TextStream
-from tests.helpers import Always, Schedule, decode, generate, make_prompts
+from selfspec.core import SamplingParams
+from selfspec.decoding.stopping import SequenceText, Stopper, TextStream
+from selfspec.loading.target import Target
+from tests.executors.requests import BYTES
+from tests.helpers import Always, Run, Schedule, decode, engine_of, generate, make_prompts, request
 from tests.models import build, tiny
-from tests.target import Target
 from tests.tokenizers import byte_tokenizer, spaced_tokenizer
 
 TOKENIZERS = {"bytes": byte_tokenizer(), "spaced": spaced_tokenizer()}
@@ -145,7 +146,7 @@ def test_stopped_text_is_the_text_before_the_first_stop_string_for_any_blocks(ki
         assert made.found is None
 
 
-# ------------------------------------------------------------------------------------------------- text read at leisure
+# --------------------------------------------------------------------------------------------- text that is read later
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
@@ -162,7 +163,7 @@ def test_text_is_the_same_piece_by_piece_whenever_it_is_read(kind, tokens, text,
     tokens = [*ids_of(tokenizer, text), *tokens] if data.draw(st.booleans()) else ids_of(tokenizer, "x" + text)
     expected = stream(tokenizer, prompt, tokens, sizes)
     blocks = blocks_of(tokens, sizes)
-    made = RowText(tokenizer, prompt)
+    made = SequenceText(tokenizer, prompt)
     pieces = []
     for i, block in enumerate(blocks):
         pieces.append(made.add(block, last=i == len(blocks) - 1))
@@ -186,11 +187,12 @@ class Counting:
 
 def test_text_that_nobody_reads_is_not_made():
     tokenizer = Counting(TOKENIZERS["bytes"])
-    target = Target(build("llama", vocab_size=257, eos_token_id=256, pad_token_id=256), tokenizer)
-    rounds = target.stream([[5, 6, 7]], policy=Always(2, 3), max_new_tokens=20)
-    seen = [next(rounds) for _ in range(3)]
+    run = Run(engine_of(Target(build("llama", **BYTES), tokenizer), Always(2, 3), final_only=True))
+    run.add([5, 6, 7], SamplingParams(max_tokens=20))
+    for _ in range(3):
+        run.step()
     assert tokenizer.asked == 0
-    assert all(isinstance(row.text, str) for round_ in seen for row in round_.rows)
+    assert all(isinstance(str(row.text), str) for row in run.rows("0"))
     assert tokenizer.asked > 0
 
 
@@ -198,10 +200,10 @@ def test_text_that_nobody_reads_is_not_made():
 
 
 def test_a_block_is_kept_up_to_its_first_end():
-    assert Stopper(10, frozenset([5])).cut([1], 0, [7, 5, 8, 5]) == (2, "", "eos")
+    assert Stopper(10, frozenset([5])).cut([1], 0, [7, 5, 8, 5]) == (2, "", "stop")
     assert Stopper(10, frozenset([5])).cut([1], 0, [7, 8]) == (2, "", None)
     assert Stopper(10, frozenset([5])).cut([1], 7, [7, 8, 9]) == (3, "", "length")
-    assert Stopper(10, frozenset([5])).cut([1], 7, [7, 8, 5]) == (3, "", "eos")
+    assert Stopper(10, frozenset([5])).cut([1], 7, [7, 8, 5]) == (3, "", "stop")
     assert Stopper(10).cut([1], 8, [7, 8, 9, 6]) == (2, "", "length")
     assert Stopper(10, criteria=[lambda ids, scores: ids[0, -1] == 8]).cut([1], 0, [7, 8, 9]) == (2, "", "stop")
 
@@ -218,89 +220,92 @@ class Diary:
         return torch.tensor([self.length is not None and input_ids.shape[1] >= self.length])
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("policy", [Always(None, 0), Schedule(1, 4)], ids=["plain", "drafts"])
 @pytest.mark.parametrize("end", ["length", "criterion", "eos"])
-def test_stopping_criteria_are_asked_exactly_once_per_kept_token(end, seed):
+def test_stopping_criteria_are_asked_exactly_once_per_kept_token(end, policy):
     target, [prompt] = tiny("llama"), make_prompts([9], seed=5)
     free = generate(target.model, prompt, 14)
-    diaries = [Diary(len(prompt) + 6 if end == "criterion" else None), Diary()]
+    diaries = Diary(len(prompt) + 6 if end == "criterion" else None), Diary()
     eos = frozenset([free[7]]) if end == "eos" else frozenset()
-    request = Request(prompt, 14, eos=eos, stopping_criteria=tuple(diaries))
-    [done] = decode(target, [request], Schedule(seed, 4))
+    asked = request(prompt, SamplingParams(max_tokens=14), eos_token_ids=eos, stopping_criteria=diaries)
+    [done] = decode(target, [asked], policy)
     kept = {"length": 14, "criterion": 6, "eos": free.index(free[7]) + 1}[end]
-    assert done.tokens == free[:kept]
-    assert done.finish_reason == {"length": "length", "criterion": "stop", "eos": "eos"}[end]
+    assert (done.token_ids, done.stop_reason) == (free[:kept], None)
+    assert done.finish_reason == ("length" if end == "length" else "stop")
     for diary in diaries:
         assert diary.asked == [[*prompt, *free[: i + 1]] for i in range(kept)]
 
 
-@pytest.mark.parametrize("policy", ["plain", "fixed"])
-def test_stopping_criteria_may_ask_a_model_and_nothing_is_kept_for_gradients(policy):
-    target, [prompt] = tiny("llama"), make_prompts([9], seed=5)
-    free, asked = generate(target.model, prompt, 14), []
+def test_stopping_criteria_may_ask_a_model_and_nothing_is_kept_for_gradients():
+    target, [prompt], asked = tiny("llama"), make_prompts([9], seed=5), []
 
-    def is_sure(input_ids, scores):
+    def is_likely(input_ids, scores):
         asked.append(float(target.model(input_ids).logits[0, -1].softmax(-1).max().numpy()))
         return asked[-1] > 2
 
-    [done] = target.generate([prompt], policy=policy, max_new_tokens=14, stopping_criteria=is_sure)
-    assert done.tokens == free and len(asked) == 14
+    one = request(prompt, SamplingParams(max_tokens=14), stopping_criteria=(is_likely,))
+    [done] = decode(target, [one], Always(2, 4))
+    assert done.token_ids == generate(target.model, prompt, 14) and len(asked) == 14
 
 
-@pytest.fixture(scope="module")
-def babbler():
-    """A random model of bytes: its output is hardly ever valid UTF-8."""
-    return Target(build("llama", vocab_size=257, eos_token_id=256, pad_token_id=256), TOKENIZERS["bytes"])
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_streamed_text_is_the_completions_text_and_the_tokenizers(babbler, seed):
-    prompt = ids_of(babbler.tokenizer, "once upon")
-    pieces = {}
-    rounds = babbler.stream(
-        [prompt] * 4,
-        policy=Schedule(seed, 4),
-        max_new_tokens=30,
-        temperature=1.0,
-        seed=[4 * seed + i for i in range(4)],
-    )
-    for round_ in rounds:
-        for row in round_.rows:
-            pieces[row.request_id] = pieces.get(row.request_id, "") + row.text
-            if row.completion is not None:
-                assert row.completion.text == pieces[row.request_id]
-                whole = babbler.tokenizer.decode([*prompt, *row.completion.tokens], skip_special_tokens=True)
-                assert "once upon" + row.completion.text == whole
-    assert len(pieces) == 4
-
-
-def check_stop_string(target, prompt, stop, expected_text, max_new_tokens=40):
-    """Text ends before the stop string, tokens with the one that completes it, and nothing follows."""
-    seen = []
-    for policy in (Always(None, 0), Always(4, 6), Always(2, 4), Schedule(0, 5), Schedule(1, 5)):
-        [done] = decode(target, [prompt], policy, max_new_tokens=max_new_tokens, stop=stop)
-        assert done.text == expected_text
-        assert done.finish_reason == "stop"
-        seen.append(done.tokens)
-    assert all(tokens == seen[0] for tokens in seen)
+def test_streamed_text_is_the_tokenizers():
+    """Of a random model of bytes, whose output is hardly ever valid UTF-8; `Run` adds up what steps return."""
+    babbler = Target(build("llama", **BYTES), TOKENIZERS["bytes"])
+    params = [SamplingParams(max_tokens=30, temperature=1.0, seed=seed) for seed in range(8)]
+    for one in decode(babbler, ["once upon"] * 8, Schedule(0, 4), params):
+        whole = [*ids_of(babbler.tokenizer, "once upon"), *one.token_ids]
+        assert "once upon" + one.text == babbler.tokenizer.decode(whole, skip_special_tokens=True)
 
 
 def test_a_stop_string_inside_a_block_ends_a_row_there(stories):
+    """Text ends before the stop string, tokens with the one that completes it, and nothing follows."""
     prompt = "Once upon a time, there was"
-    [free] = decode(stories, [prompt], "plain", max_new_tokens=40)
-    for at in range(3, len(free.text) - 4, 17):
-        stop = free.text[at : at + 4]
-        first = free.text.find(stop)
-        check_stop_string(stories, prompt, stop, free.text[:first])
-        check_stop_string(stories, prompt, ("never to be read", stop), free.text[:first])
+    [free] = decode(stories, [prompt], "plain", SamplingParams(max_tokens=40))
+    for at in range(3, len(free.text) - 4, 25):
+        text = free.text[at : at + 4]
+        seen = []
+        for policy in (Always(None, 0), Always(4, 6), Schedule(0, 5)):
+            for stop in (text, ("never to be read", text)):
+                [done] = decode(stories, [prompt], policy, SamplingParams(max_tokens=40, stop=stop))
+                assert done.text == free.text[: free.text.find(text)]
+                assert (done.finish_reason, done.stop_reason) == ("stop", text)
+                seen.append(done.token_ids)
+        assert all(tokens == seen[0] for tokens in seen)
+
+
+@pytest.mark.parametrize("backend", ["compiled", "views"])
+def test_end_of_text_goes_before_a_stop_token_unless_it_is_ignored(backend):
+    target, [prompt] = Target(build("llama"), backend=backend), make_prompts([9], seed=1)
+    [free] = decode(target, [prompt], "plain", SamplingParams(max_tokens=20, ignore_eos=True))
+    end = free.token_ids[5]
+    kept = free.token_ids[: free.token_ids.index(end) + 1]
+    target.defaults.config.eos_token_id = end
+    for policy in (Always(None, 0), Always(2, 4, num_rounds=99)):
+        for ends, ignores, wanted in (
+            ((end,), False, (kept, "stop", None)),
+            ((), True, (free.token_ids, "length", None)),
+            ((95, end), True, (kept, "stop", end)),
+        ):
+            params = SamplingParams(max_tokens=20, stop_token_ids=ends, ignore_eos=ignores)
+            [done] = decode(target, [prompt], policy, params)
+            assert (done.token_ids, done.finish_reason, done.stop_reason) == wanted
+
+
+def test_the_token_that_ends_a_row_goes_before_its_stop_string():
+    target, [prompt] = Target(build("llama", **BYTES), byte_tokenizer()), make_prompts([9], seed=1)
+    [free] = decode(target, [prompt], "plain", SamplingParams(max_tokens=30, ignore_eos=True))
+    ends = free.token_ids[4]
+    params = SamplingParams(max_tokens=30, ignore_eos=True, stop=free.text[6:8], stop_token_ids=(ends,))
+    [done] = decode(target, [prompt], Always(2, 4), params)
+    assert (done.finish_reason, done.stop_reason) == ("stop", ends)
 
 
 def test_text_after_a_prompt_keeps_its_space(stories):
-    [done] = stories.generate("Once upon a time, there was", max_new_tokens=8)
+    [done] = decode(stories, ["Once upon a time, there was"], "plain", SamplingParams(max_tokens=8))
     assert done.text.startswith(" a ")
     ids = stories.tokenizer("Once upon a time, there was")["input_ids"]
     assert "Once upon a time, there was" + done.text == stories.tokenizer.decode(
-        [*ids, *done.tokens], skip_special_tokens=True
+        [*ids, *done.token_ids], skip_special_tokens=True
     )
 
 
@@ -329,7 +334,7 @@ def test_a_stop_string_is_found_after_a_prompt_of_byte_tokens():
 
 def test_a_copy_of_text_to_come_is_the_text():
     tokenizer = byte_tokenizer()
-    text = RowText(tokenizer, [])
+    text = SequenceText(tokenizer, [])
     late = [text.add(ids_of(tokenizer, part)) for part in ("ab", "cd")]
     assert [pickle.loads(pickle.dumps(one)) for one in late] == ["ab", "cd"]
     assert copy.deepcopy(late[0]) == "ab"

@@ -15,12 +15,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from selfspec.control.plan import CORPUS
+from selfspec.core import Draft
 from selfspec.drafting import suffixes
-from selfspec.drafting.compiled_index import draft, find
 from selfspec.drafting.datastore import MOST_PLACES, Datastore
 from selfspec.drafting.datastore_build import build
 from selfspec.drafting.datastore_file import DEPTH, FORMAT, MAGIC, PAGE, verify
-from selfspec.drafting.prompt_lookup import Guess
+from selfspec.drafting.ngram_index import draft, find
 from selfspec.errors import DatastoreError
 from selfspec.kernels.compiled_call import functions
 from selfspec.model.fingerprint import vocabulary_of
@@ -44,6 +44,11 @@ def naive(documents, context, most):
         if ends:
             return length, ends
     return 0, []
+
+
+def drafted(store, context, num_tokens):
+    match = store.find(context)
+    return Draft([], 0, CORPUS) if match is None else Draft(store.continuation(match, num_tokens), match.length, CORPUS)
 
 
 @st.composite
@@ -72,7 +77,7 @@ def test_it_finds_what_a_naive_search_finds(file, corpus, most):
         length, ends = naive(documents, context, most)
         match = store.find(context, most)
         if length == 0:
-            assert match is None and store.draft(context, 5) == Guess([], 0, CORPUS)
+            assert match is None and drafted(store, context, 5) == Draft([], 0, CORPUS)
             continue
         assert (match.length, match.num_places) == (length, len(ends))
 
@@ -84,7 +89,7 @@ def test_a_draft_takes_the_most_frequent_token_every_time(file, corpus, num_toke
     store = Datastore.open(file)
     for context in contexts:
         length, ends = naive(documents, context, DEPTH)
-        tokens, match, _ = store.draft(context, num_tokens)
+        tokens, match, _ = drafted(store, context, num_tokens)
         assert match == length and len(tokens) <= num_tokens
         if len(ends) > MOST_PLACES:
             continue
@@ -105,7 +110,7 @@ def test_compiled_code_reads_the_file_as_python_does(file, corpus, num_tokens):
     store = Datastore.open(file)
     [compiled] = store.compiled()
     for context in contexts:
-        tokens, length, _ = store.draft(context, num_tokens)
+        tokens, length, _ = drafted(store, context, num_tokens)
         found = find(compiled.address, context, DEPTH)
         assert found.match == length
         assert not length or draft(compiled.address, found, num_tokens) == tokens
@@ -116,15 +121,15 @@ def test_of_many_places_a_sample_tells_the_most_frequent(file):
     store = Datastore.open(file)
     match = store.find([0, 1])
     assert (match.length, match.num_places) == (1, 1000)
-    assert store.draft([0, 1], 2) == Guess([2, 3], 1, CORPUS)
+    assert drafted(store, [0, 1], 2) == Draft([2, 3], 1, CORPUS)
 
 
 def test_neither_match_nor_draft_crosses_the_end_of_a_document(file):
     build(file, [[1, 2, 3], [4, 5, 6]], "", 10)
     store = Datastore.open(file)
-    assert store.draft([1, 2], 5) == Guess([3], 2, CORPUS)
+    assert drafted(store, [1, 2], 5) == Draft([3], 2, CORPUS)
     assert store.find([2, 3]) is None  # nothing follows
-    assert store.draft([3, 4], 5) == Guess([5, 6], 1, CORPUS)  # 3 is of another document
+    assert drafted(store, [3, 4], 5) == Draft([5, 6], 1, CORPUS)  # 3 is of another document
 
 
 def test_tokens_beyond_the_vocabulary_match_nothing(file):
@@ -228,13 +233,13 @@ def test_a_damaged_header_is_refused_at_once_and_a_damaged_body_when_asked(good)
 
 
 def test_ids_beyond_the_vocabulary_of_a_damaged_body_are_never_drafted(good):
-    assert Datastore.open(good).draft([3, 1, 2], 3).tokens  # there is something to draft
+    assert drafted(Datastore.open(good), [3, 1, 2], 3).token_ids  # there is something to draft
     whole = bytearray(good.read_bytes())
     cells = whole.index(bytes([0, 5, 0, 3, 0, 2]), PAGE)  # 4, 2 and 1, plus 1
     whole[cells : cells + 2] = b"\xff\xff"
     good.write_bytes(whole)
     store = Datastore.open(good)
-    assert all(token < 10 for num in range(4) for token in store.draft([3, 1, 2], num).tokens)
+    assert all(token < 10 for num in range(4) for token in drafted(store, [3, 1, 2], num).token_ids)
 
 
 def test_what_is_no_datastore_or_a_newer_one_is_refused_in_a_sentence(good, tmp_path):
@@ -268,7 +273,8 @@ DRAFTING = """
 import json, sys
 from selfspec.drafting.datastore import Datastore
 store = Datastore.open(sys.argv[1])
-print(json.dumps([store.draft(context, 6) for context in json.loads(sys.stdin.read())]))
+contexts = json.loads(sys.stdin.read())
+print(json.dumps([store.continuation(store.find(context), 6) for context in contexts]))
 """
 VERIFYING = """
 import sys
@@ -294,7 +300,7 @@ def test_another_process_reads_the_same_file(tmp_path):
     file = tmp_path / "a.store"
     build(file, documents, "", 5)
     store, contexts = Datastore.open(file), rng.integers(0, 5, (50, 8)).tolist()
-    expected = [[*store.draft(context, 6)] for context in contexts]
+    expected = [drafted(store, context, 6).token_ids for context in contexts]
     with start(DRAFTING, file) as reader:
         out, _ = reader.communicate(json.dumps(contexts))
     assert json.loads(out) == expected and reader.returncode == 0
@@ -309,7 +315,7 @@ def test_readers_see_the_old_file_or_the_new_one_whole(tmp_path):
         while reader.poll() is None:
             for documents in (new, old):
                 build(file, documents, "", 10)
-                assert store.draft([1], 2) == Guess([2, 3], 1, CORPUS)  # whoever has the first one open keeps it
+                assert drafted(store, [1], 2) == Draft([2, 3], 1, CORPUS)  # whoever has the first one open keeps it
         assert json.loads(reader.stdout.readline()) == [9000, 15000] and reader.returncode == 0
     build(file, new, "", 10)
-    assert Datastore.open(file).draft([1], 2) == Guess([4, 5], 1, CORPUS)
+    assert drafted(Datastore.open(file), [1], 2) == Draft([4, 5], 1, CORPUS)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import random
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from selfspec.control.plan import NUM_MATCH_BINS, match_bin
-from selfspec.control.rows import Tally
-from selfspec.drafting.compiled_index import CompiledIndex
-from selfspec.drafting.ngram_index import Index
-from selfspec.drafting.prompt_lookup import Guess, Lookup
+from selfspec.core import Draft
+from selfspec.drafting.lookup import TextLookup
+from selfspec.drafting.ngram_index import MOST_MATCHED, CompiledIndex, Index, Tally, new_index
 from selfspec.kernels import compiled_call
 from selfspec.kernels.compiled_call import functions
+
+
+def Lookup(content, most=MOST_MATCHED, make=None):
+    """Lookup with an index of this kind, or of that which is chosen."""
+    return TextLookup(content, most, new_index if make is None else lambda most, length: make(most))
 
 
 def naive(content, most, num_tokens):
@@ -55,7 +58,7 @@ def test_a_draft_is_what_a_naive_search_finds(kind, content, most, num_tokens, s
     for start in range(0, len(content), step):
         grown += content[start : start + step]
         expected, match = naive(grown, most, num_tokens)
-        assert lookup.draft(num_tokens) == Guess(expected, match)
+        assert lookup.draft(num_tokens) == Draft(expected, match)
         assert (lookup.match, len(lookup)) == (match, len(grown))
 
 
@@ -74,31 +77,6 @@ def test_the_index_tells_how_often_a_guess_would_have_been_right(kind, content, 
             start = len(grown)
         else:
             assert lookup.match == naive(grown, most, 1)[1]
-
-
-def kinds_of_text(length):
-    rng = random.Random(0)
-    yield "random", [rng.randrange(32_000) for _ in range(length)]
-    yield "few tokens", [rng.randrange(4) for _ in range(length)]
-    yield "one token", [7] * length
-    yield "period", [rng.randrange(32_000) for _ in range(400)] * (length // 400)
-    words = [[rng.randrange(32_000) for _ in range(rng.randint(1, 6))] for _ in range(300)]
-    yield "words", [token for _ in range(length) for token in words[int(300 * rng.random() ** 3)]][:length]
-    phrase = [rng.randrange(50) for _ in range(length // 2)]
-    yield "twice", phrase + phrase
-
-
-@BOTH
-@pytest.mark.parametrize("grows", [False, True])
-def test_the_index_takes_less_than_64_bytes_per_token(kind, grows):
-    for name, content in kinds_of_text(8000):
-        given_first = content[:1] if grows else content
-        lookup = Lookup(given_first, make=kind)
-        for token in content[len(given_first) :]:
-            given_first.append(token)
-            assert lookup.match >= 0
-        assert lookup.match >= 0
-        assert lookup.index.num_bytes < 64 * len(given_first), name
 
 
 def test_a_match_longer_than_the_index_tells_apart_is_refused_at_the_border():

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from selfspec.control.plan import CORPUS, OWN_TEXT, lookup_bin
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.datastore_build import build
+from selfspec.drafting.lookup import OWN_LEAD, RowLookup
 from selfspec.drafting.ngram_index import MOST_MATCHED
 from selfspec.drafting.responses import Responses
-from selfspec.drafting.row_lookup import OWN_LEAD, RowLookup
 from selfspec.kernels.compiled_call import functions
 from tests.drafting.test_lookup import naive, naive_tally
 
@@ -34,7 +34,7 @@ class Naive:
         tokens, match = naive(self.content, MOST_MATCHED, num_tokens)
         found = None if self.store is None else self.store.find(self.content)
         if found is not None and found.length > (match + OWN_LEAD if match else 0):
-            return self.store.draft(self.content, num_tokens).tokens, found.length, CORPUS
+            return self.store.continuation(found, num_tokens), found.length, CORPUS
         return tokens, match, OWN_TEXT
 
 
@@ -67,8 +67,8 @@ def test_guesses_and_how_often_they_would_have_been_right_are_those_of_a_naive_r
     for block in rounds:
         for num_tokens in (0, 1, 7):
             tokens, match, source = expected.guess(num_tokens)
-            guess = guesser.guess(num_tokens)
-            assert guess == (tokens, match, source) if num_tokens else guess.tokens == []
+            guess = guesser.draft(num_tokens)
+            assert guess == (tokens, match, source) if num_tokens else guess.token_ids == []
             assert guesser.match == match
         start = len(content)
         guesser.take_tally()
@@ -111,7 +111,7 @@ def test_compiled_rounds_draft_what_python_does(stores, text, finished, rounds, 
     for block in [[], *rounds]:
         content += block
         drafted, at = chosen(lookup.compiled(), 6)
-        assert drafted == lookup.guess(6)
+        assert drafted == lookup.draft(6)
         assert at is None or at == lookup_bin(lookup.match, lookup.source)
 
 
@@ -125,7 +125,7 @@ def test_the_text_itself_has_the_word_unless_the_corpus_knows_a_far_longer_match
         ([2, 1, 4, 3, 0, 1, 2], [4], 5, CORPUS),
     ):
         guesser = RowLookup(content, [] if store is None else [store])
-        assert guesser.guess(3) == (chain, match, source) and guesser.match == match
+        assert guesser.draft(3) == (chain, match, source) and guesser.match == match
 
 
 def test_a_corpus_is_asked_once_for_every_content(stores, monkeypatch):
@@ -137,9 +137,9 @@ def test_a_corpus_is_asked_once_for_every_content(stores, monkeypatch):
     assert [guesser.match, guesser.match] == [1, 1] and asked == [[4, 0]]
     content += [1]
     assert guesser.match == 2 and asked == [[4, 0], [4, 0, 1]]
-    assert guesser.guess(2) == ([2, 3], 2, CORPUS)
+    assert guesser.draft(2) == ([2, 3], 2, CORPUS)
 
 
 def test_nothing_is_known_of_a_row_of_one_token():
     guesser = RowLookup([3])
-    assert (guesser.match, guesser.guess(4).tokens) == (0, [])
+    assert (guesser.match, guesser.draft(4).token_ids) == (0, [])

@@ -1,10 +1,11 @@
-"""A tiny model in a folder, for commands that open a model."""
+"""A tiny model, opened, or in a folder for commands that open a model."""
 
 from __future__ import annotations
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from eval.models import open_llm, with_policy
 from tests.models import build
 
 
@@ -17,3 +18,8 @@ def save_model(path):
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
     return path
+
+
+def tiny_llm(**settings):
+    """A tiny random model, decoded plainly or with a policy."""
+    return with_policy(open_llm(build("llama")), **{"policy": "plain", **settings})

@@ -10,24 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from eval import tasks
+from eval.models import params_of, with_policy
 from eval.replay import replay
 from eval.traces import Trace
-from selfspec.control.cost_table import Table
-from selfspec.control.costs import Costs
-from selfspec.control.plan import (
-    LOOKUP,
-    NUM_BINS,
-    NUM_LOOKUP_BINS,
-    LookupTable,
-    Plan,
-    Policy,
-    SecondChoices,
-    ShadowPlan,
-    SurvivalStop,
-)
-from selfspec.control.rows import StageSeconds
-from selfspec.decoding.engine import Engine
-from selfspec.executors.pick import Sampling
+from selfspec.control.costs import Costs, Table
+from selfspec.control.plan import NUM_BINS, NUM_LOOKUP_BINS, LookupTable, Policy, ShadowPlan, SurvivalStop
+from selfspec.core import LOOKUP, Plan, SamplingParams, StageSeconds
 
 
 def made_up_costs(num_layers, head=2e-4, rows=(1, 4)):
@@ -70,8 +58,7 @@ def trace_of(hits, sure, rng, prompt_length=5, wrong_steps=17, vocab=1_000_000):
     away = rng.random(shape, np.float32)
     content = tuple(rng.integers(3, 3 + vocab, prompt_length + shape[1]).tolist())
     texts = content[:prompt_length], content[prompt_length:]
-    seconds = ~hits & (rng.random(shape) < 0.5)
-    return Trace("made up", *texts, hits, sure, away, wrong, seconds, *short, *prompt)
+    return Trace("made up", *texts, hits, sure, away, wrong, *short, *prompt)
 
 
 class Dice(Policy):
@@ -100,8 +87,6 @@ class Dice(Policy):
         shadow = ShadowPlan(
             looked_at, self.some(range(len(rows)), least=0), dice.randint(1, 6), exact=dice.random() < 0.5
         )
-        table = tuple(dice.random() for _ in range(NUM_BINS))
-        rule = SecondChoices(table, table[::-1], dice.choice((-1.0, 0.05)), dice.randint(1, 4), dice.choice((0.0, 0.1)))
         return Plan(
             exit_layer,
             tuple(0 if exit_layer is None else length for length in lengths),
@@ -110,7 +95,6 @@ class Dice(Policy):
             keep_confidence=dice.random() < 0.3,
             keep_divergence=dice.random() < 0.5,
             shadow=shadow if looked_at and dice.random() < 0.7 else None,
-            second_choices=rule if exit_layer and dice.random() < 0.5 else None,
             lookups=self.lookups(rows) if exit_layer != LOOKUP and dice.random() < 0.5 else None,
             num_rounds=dice.randint(1, 5),
         )
@@ -122,6 +106,17 @@ class Dice(Policy):
         return LookupTable(lengths, gains, (0.0, 0.5, 1.0))
 
 
+def state_of(row):
+    """What policies read of a sequence."""
+    return row.seq_id, row.num_tokens, row.num_remaining, row.request.params.is_greedy
+
+
+def outcome_of(row):
+    """What policies read of what a round gave a sequence."""
+    counts = row.seq_id, row.num_drafted, row.num_accepted, row.num_emitted
+    return *counts, tuple(row.confidences), tuple(row.divergences), row.shadow, row.match_length, row.source
+
+
 class Witness(Policy):
     """Records all calls of a policy and its results, and replaces measured times by constants."""
 
@@ -130,21 +125,23 @@ class Witness(Policy):
 
     def seed_layers(self, row):
         layers = tuple(self.inner.seed_layers(row))
-        self.calls.append(("seed_layers", row._replace(lookup=None), layers))
+        self.calls.append(("seed_layers", state_of(row), layers))
         return layers
 
     def seed(self, row, shadow):
-        self.calls.append(("seed", tuple(row)[:1], shadow))
+        self.calls.append(("seed", row.seq_id, shadow))
         self.inner.seed(row, shadow)
 
     def plan(self, rows):
         plan = self.inner.plan(rows)
-        self.calls.append(("plan", tuple((row.lookup.match, row._replace(lookup=None)) for row in rows), plan))
+        self.calls.append(("plan", tuple((row.lookup.match, state_of(row)) for row in rows), plan))
         return plan
 
     def observe(self, plan, rounds):
-        timeless = [one._replace(seconds=StageSeconds(draft=1e-3, verify=2e-3, head=1e-4, pick=1e-4)) for one in rounds]
-        self.calls.append(("observe", tuple([(one.exit_layer, tuple(one.rows)) for one in rounds])))
+        seconds = {"draft": 1e-3, "verify": 2e-3, "head": 1e-4, "pick": 1e-4}
+        timeless = [replace(one, seconds=StageSeconds(**seconds)) for one in rounds]
+        outcomes = tuple([(one.exit_layer, tuple(map(outcome_of, one.rows))) for one in rounds])
+        self.calls.append(("observe", outcomes))
         self.inner.observe(plan, timeless)
 
 
@@ -157,11 +154,11 @@ class Setting(NamedTuple):
 
 
 class Scene:
-    """A target, its prompts, and the traces of its outputs."""
+    """A model, its prompts, and the traces of its outputs."""
 
-    def __init__(self, target, prompts, lengths):
-        self.target, self.prompts, self.lengths = target, prompts, lengths
-        self.num_layers = target.stack.num_layers
+    def __init__(self, llm, prompts, lengths):
+        self.llm, self.prompts, self.lengths = llm, prompts, lengths
+        self.num_layers = llm.target.stack.num_layers
         self.costs = made_up_costs(self.num_layers)
         self.known = {}
 
@@ -171,26 +168,30 @@ class Scene:
         return self.known[temperature]
 
     def trace(self, i, temperature):
-        return tasks.trace_of(self.target, self.prompts[i], self.lengths[i], Sampling(temperature, seed=i))
+        return tasks.trace_of(
+            self.llm, self.prompts[i], self.lengths[i], SamplingParams(temperature=temperature, seed=i)
+        )
 
     def live(self, policy, setting):
         """Decode with the engine; returns the policy's calls, emitted tokens by round, and the outputs."""
         witness = Witness(policy)
-        batch = {"max_batch_size": setting.max_batch_size, "prefill_chunk": setting.prefill_chunk}
-        engine = Engine(self.target, policy=witness, burst=1e9, **batch)
+        llm = with_policy(self.llm, policy=witness, max_num_seqs=setting.max_batch_size)
+        engine = llm.engine(prefill_chunk=setting.prefill_chunk, max_step_seconds=1e9)
         for i, (prompt, n) in enumerate(zip(self.prompts, self.lengths, strict=True)):
-            engine.submit(prompt, max_new_tokens=n, temperature=setting.temperature, seed=i)
-        rounds = list(engine.run())
-        emitted = [{row.request_id: len(row.tokens) for row in r.rows} for r in rounds if r.plan is not None]
-        done = sorted((row.completion for r in rounds for row in r.rows if row.completion), key=lambda c: c.request_id)
-        return witness.calls, emitted, [tuple(completion.tokens) for completion in done]
+            engine.add_request(str(i), prompt, params_of(n, setting.temperature, seed=i))
+        rounds, tokens = [], [[] for _ in self.prompts]
+        while engine.has_unfinished_requests():
+            for output in engine.step(rounds.append):
+                tokens[int(output.request_id)] += output.outputs[0].token_ids
+        emitted = [{row.seq_id: len(row.token_ids) for row in r.rows} for r in rounds if r.plan is not None]
+        return witness.calls, emitted, [tuple(each) for each in tokens]
 
 
 def replayed(traces, policy, costs, setting):
     """Replay; returns the policy's calls and emitted tokens by round."""
     witness = Witness(policy)
     done = replay(traces, witness, costs, setting.max_batch_size, setting.prefill_chunk, deadline=1e9)
-    return witness.calls, [{row.request_id: row.num_emitted for row in r.rows} for r in done.rounds]
+    return witness.calls, [{row.seq_id: len(row.token_ids) for row in r.rows} for r in done.rounds]
 
 
 def assert_same(here, there, where="", near=1e-4):

@@ -1,196 +1,265 @@
-"""`python -m eval gpu`: the command on a CPU, its figures, and the effects of errors and of too little time."""
+"""`python -m eval gpu`: what it measures, its figures, and the effects of errors and of too little time."""
 
 from __future__ import annotations
 
 import json
-from time import perf_counter
+import signal
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
-from eval import gpu, gpu_layers, gpu_shape
+from eval import gpu
 from eval.__main__ import main
 from eval.config import FOLDER
-from eval.gpu_plan import TRANSFORMERS, GpuConfig
-from eval.gpu_plan import cells_of as in_order
-from eval.gpu_rates import Rate
-from tests.eval import faults
+from eval.gpu import Cell, GpuConfig, Rows, Shape, cells_of, counted, figures, measure_in_process, run, sizes_of
+from eval.models import with_policy
+from eval.synthetic import synthetic_target
+from selfspec.configuration import read_config
+from tests.slow import slow
 
-SMALL = ["gpu", "--config", str(FOLDER / "gpu_small.yaml")]
-QUICK = [*SMALL, "--new-tokens", "96", "--warm-seconds", "0.01", "--window-seconds", "0.03", "--draft-lengths", "4"]
-ONE = [*QUICK, "--contexts", "48", "--batch-sizes", "1"]
-OURS = ("plain", "fixed", "adaptive")
+SMALL = str(FOLDER / "gpu_small.yaml")
+LARGE_VOCABULARY = {"vocab_size": 32768}  # `fixed` drafts over an eighth of it
+FAKE = {"tokens_per_second": 1.0, "mean_context": 50, "rounds": 1, "seconds": 1.0}
+FEW = {"contexts": [48], "batch_sizes": [1], "draft_lengths": []}
 
 
-def here(work, given, end, save):
-    """`run_in_process` in this process, so that tests can replace functions."""
+def here(path, name, end):
+    """`measure_in_process` in this process, so that tests can replace functions."""
     try:
-        work(save, *given)
-    except Exception as problem:
-        return gpu_shape.one_line(problem)
+        Shape(path, name, end).measure()
+    except SystemExit as problem:
+        return f"the process ended with exit code {problem.code}"
+
+
+def ticks():
+    """A clock that advances by a second whenever it is read."""
+    numbers = count()
+    return lambda: float(next(numbers))
 
 
 @pytest.fixture
-def record(monkeypatch, tmp_path):
-    """Runs the command in this process; returns the record."""
-    monkeypatch.setattr(gpu, "run_in_process", here)
-    monkeypatch.setattr(gpu_layers, "compiled_views", gpu_layers.views)  # tracing takes seconds
+def record(tmp_path, monkeypatch):
+    """Measures the tiny shape with fake figures; returns the record."""
 
-    def run(*given):
-        assert main([*given, "--output", str(tmp_path)]) == 0
-        return json.loads((tmp_path / "gpu.json").read_text())
+    def made(measured=lambda self, cell: FAKE, **given):
+        monkeypatch.setattr(Shape, "measured", measured)
+        monkeypatch.setattr(gpu, "device_speed", lambda device: {"copy_bytes_per_second": 1e9})
+        return run(read_config(GpuConfig, SMALL, {**FEW, **given}), tmp_path / "gpu.json", here)
 
-    return run
-
-
-def cells_of(content, shape="tiny"):
-    return [(cell["method"], cell["batch"], cell["context"]) for cell in content["shapes"][shape]["cells"]]
+    return made
 
 
-def cells_of_config(content):
-    return in_order(GpuConfig(**content["config"]))
-
-
-def whys_of(content, shape="tiny"):
-    return {one["what"]: one["why"] for one in content["shapes"][shape]["not_measured"]}
+def methods_of(found):
+    return [cell["method"] for cell in found["shapes"]["tiny"]["cells"]]
 
 
 @pytest.mark.slow
-def test_the_command_runs_on_a_cpu_and_survives_a_killed_process(tmp_path, monkeypatch, capsys):
-    apart = gpu.run_in_process
-    monkeypatch.setattr(gpu, "measure_shape", faults.kill_or_measure)
-    monkeypatch.setattr(gpu_layers, "compiled_views", gpu_layers.views)  # tracing takes seconds
-    # The other shape is measured in this process, since each fresh one imports torch again.
-    monkeypatch.setattr(gpu, "run_in_process", lambda *given: (apart if given[1][0] == faults.KILLED else here)(*given))
-    assert main([*SMALL, "--shapes", faults.KILLED, "tiny", "--output", str(tmp_path)]) == 0
-    content = json.loads((tmp_path / "gpu.json").read_text())
-    assert content["complete"] is True and {"torch", "transformers", "commit"} <= set(content["environment"])
-    assert whys_of(content, faults.KILLED) == {"opening": "the process ended with SIGKILL"}
+def test_the_command_measures_every_cell_on_a_cpu(tmp_path, capsys):
+    assert main(["gpu", SMALL, "--output", str(tmp_path)]) == 0
+    table, last = capsys.readouterr().out.rsplit("\n\n", 1)
+    content = json.loads(last)
+    kept = json.loads((tmp_path / "gpu.json").read_text())
+    assert kept["complete"] and kept.keys() == content.keys() and "commit" in content["environment"]
     shape = content["shapes"]["tiny"]
-    assert shape["speed"]["copy_bytes_per_second"] > 0
-    for context in (48, 96):
-        assert {(method, batch, context) for method in OURS for batch in (1, 2)} <= {*cells_of(content)}
-    others = [("plain, exact", 2, 48), ("prefill", 1, 96), ("pause", 1, 96), ("attention", 2, 96), ("layers", 2, 48)]
-    others += [("hf", 2, 48), ("hf early exit", 1, 48), ("hf static", 1, 48), ("hf", 1, 96), ("fixed:2", 1, 48)]
-    assert {*others, ("compiled layers", 1, 48), ("costs", 2, 48)} <= {*cells_of(content)}
-    rates = [cell for cell in shape["cells"] if "tokens_per_second" in cell]
-    assert all(0 < cell["lowest"] <= cell["tokens_per_second"] <= cell["highest"] for cell in rates)
-    rates = [cell["acceptance"] for cell in rates if cell["method"] == "fixed"]
-    assert len(rates) == 4 and sum(rates) / 4 == pytest.approx(shape["target"]["acceptance"], abs=0.1)
-    assert all(what.startswith("busy:") for what in whys_of(content))  # a CPU cannot tell
-    unknown = [figure["name"] for figure in content["figures"] if figure["value"] is None]
-    assert unknown[0] == f"{faults.KILLED}: everything"
-    words = ("busy ms", "host share", "kernels", "busy / floor", "kernels a layer", "fused body: ms a layer")
-    assert all(name.endswith(words) for name in unknown[1:])
-    printed = capsys.readouterr().out
-    assert "synthetic tiny" in printed and "tokens/s" in printed and "not measured" in printed
-    assert "fixed: acceptance" in printed
+    cells = cells_of(GpuConfig(**{name: content["config"][name] for name in ("contexts", "batch_sizes")}))
+    assert shape["missing"] == {} and shape["speed"]["copy_bytes_per_second"] > 0
+    measured = {Cell(c["context"], c["batch"], c["method"]) for c in shape["cells"]}
+    assert {cell for cell in cells if not cell.method.startswith("fixed:")} <= measured
+    rates = [cell for cell in shape["cells"] if "lowest" in cell]
+    assert len(rates) > 20 and all(0 < c["lowest"] <= c["tokens_per_second"] <= c["highest"] for c in rates)
+    fixed = [cell["acceptance"] for cell in rates if cell["method"] == "fixed"]
+    assert sum(fixed) / len(fixed) == pytest.approx(shape["target"]["acceptance"], abs=0.1)
+    assert "synthetic tiny" in table and "hf early exit" in table and "wall / floor" in table
+
+
+# ------------------------------------------------------------------------------------------------------------- rates
+
+
+@pytest.mark.parametrize("policy", [{"policy": "plain"}, {"policy": "fixed", "exit_layer": 1}])
+def test_a_rate_counts_steps_of_full_batches_also_where_rows_end_before_the_measurement(policy):
+    """By a clock that counts its readings: 16 new tokens end long before 40 steps are counted."""
+    target = synthetic_target("tiny", acceptance=None)
+    rows = Rows(with_policy(target.llm, **policy), 2, 20, 16, ticks())
+    found = rows.rate(warm=4.0, window=40.0)
+    assert found["seconds"] == 40 and found["rounds"] >= 40 and rows.num_begun > 2
+    assert sum(found["plans"].values()) == found["rounds"] and 20 < found["mean_context"] < 36
+    tokens = found["tokens_per_second"] * 40
+    assert tokens == 2 * found["rounds"] if policy["policy"] == "plain" else tokens >= 2 * found["rounds"]
+    rows.stop()
+    assert not rows.engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("shape", [{}, slow(LARGE_VOCABULARY)], ids=["tiny", "large vocabulary"])
+def test_a_rate_has_the_acceptance_that_its_target_promises(shape):
+    target = synthetic_target("tiny", temperature=gpu.TEMPERATURE, **shape)
+    assert target.stack.default_draft_vocab == (4096 if shape else None)
+    llm = with_policy(target.llm, policy="fixed", exit_layer=1, num_speculative_tokens=4)
+    done = gpu.Counts()
+    for seconds, rounds, held in Rows(llm, 8, 256, 120, ticks()).full_steps():
+        done.add(seconds, rounds, held)
+        if done.rounds > 150:
+            break
+    assert done.as_dict()["acceptance"] == pytest.approx(0.8, abs=0.05)
+    assert abs(target.made.acceptance - 0.8) < 0.01
+
+
+def test_a_profile_is_counted_without_the_hosts_time():
+    def event(key, device, count, micros):
+        return SimpleNamespace(key=key, device_type=device, count=count, self_device_time_total=micros)
+
+    events = [
+        event("gemm", DeviceType.CUDA, 4, 3000),
+        event("Memcpy DtoH (Device -> Pinned)", DeviceType.CUDA, 1, 500),
+        event("cudaGraphLaunch", DeviceType.CPU, 2, 3500),
+        event("aten::mm", DeviceType.CPU, 4, 3000),
+    ]
+    assert counted(events) == {"busy_seconds": 0.0035, "kernels": 4, "launches": 2}
+    with pytest.raises(ValueError, match="reports no kernels"):
+        counted(events[1:])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_sizes_are_those_of_the_weights(tied):
+    target = synthetic_target("tiny", acceptance=None, tie_word_embeddings=tied)
+    sizes, head = sizes_of(target), 1024 * 64 * 4
+    weights = sum(p.nbytes for p in target.stack.model.parameters())
+    assert sizes["head_bytes"] == head and weights - sizes["read_bytes"] == (0 if tied else head)
+    assert sizes["kv_bytes_per_token"] == 2 * 2 * 16 * 8 * 4
+    assert sizes["draft_head_bytes"] == sizes["head_bytes"]
+    wide = sizes_of(synthetic_target("tiny", acceptance=None, **LARGE_VOCABULARY))
+    assert wide["draft_head_bytes"] == wide["head_bytes"] / 8
+
+
+# ------------------------------------------------------------------------------------------------- order and figures
+
+
+def test_the_most_important_cells_come_first():
+    cells = cells_of(GpuConfig())
+    assert len(cells) == len({*cells})
+    first = [f"{cell.method} {cell.batch}" for cell in cells[:7]]
+    assert first == ["plain 1", "fixed 1", "adaptive 1", "hf 1", "plain 32", "fixed 32", "adaptive 32"]
+    assert cells.index(Cell(1024, 128, "adaptive")) < cells.index(Cell(1024, 1, "plain, exact"))
+    assert cells[-1] == Cell(1024, 1, "hf static")
+
+
+def rate(method, speed, context=1024, **more):
+    cell = {"context": context, "batch": 1, "method": method, "tokens_per_second": speed, "mean_context": context}
+    return {**cell, "rounds": speed, "seconds": 1.0, **more}
+
+
+def test_figures_follow_from_the_cells():
+    shape = {
+        "target": {"exit_layer": 4, "num_layers": 32, "wanted": 0.8},
+        "sizes": {"read_bytes": 15e9, "head_bytes": 1e9, "draft_head_bytes": 0.25e9, "kv_bytes_per_token": 131072},
+        "speed": {"copy_bytes_per_second": 4e12},
+        "cells": [
+            rate("plain", 200.0, busy_seconds=0.0048, kernels=320, launches=3),
+            rate("fixed", 300.0, rounds=100, acceptance=0.85),
+            rate("fixed:2", 310.0),
+            rate("adaptive", 320.0),
+            rate("hf", 40.0),
+            rate("fixed", 300.0, 8192, rounds=100, acceptance=0.6),
+            rate("plain", 200.0, 8192),
+            {**rate("prefill", 2e4), "hf_tokens_per_second": 1e4},
+        ],
+    }
+    rows = {(row["method"], row["context"]): row for row in figures(shape)}
+    plain, fixed, adaptive = (rows[method, 1024] for method in ("plain", "fixed", "adaptive"))
+    # A round reads all weights but the embedding, and 1,024 tokens' keys and values: 15.134 GB at 4 TB/s.
+    assert plain["wall ms"] == 5 and plain["floor ms"] == pytest.approx(3.784, abs=1e-3)
+    assert plain["wall / floor"] == pytest.approx(1.3215, abs=1e-3)
+    assert plain["busy / floor"] == pytest.approx(1.2686, abs=1e-3)
+    assert plain["host share"] == pytest.approx(0.04) and plain["kernels a layer"] == 10 and plain["over hf"] == 5
+    # Layers 1.5 times (4 of 32 for each of 4 drafts), the head once, and a quarter of it for each of 4 drafts.
+    assert fixed["floor ms"] == pytest.approx(5.8, abs=1e-3) and fixed["over plain"] == 1.5
+    assert adaptive["over best fixed"] == pytest.approx(1.0323, abs=1e-4) and adaptive["over plain"] == 1.6
+    assert "over plain" not in rows["fixed", 8192] and rows["fixed", 8192]["acceptance"] == 0.6  # another acceptance
+    assert rows["prefill", 1024]["over hf"] == 2
 
 
 # --------------------------------------------------------------------------------------------------- time and trouble
 
 
 def test_without_time_every_cell_is_reported_as_not_measured(record):
-    content = record(*QUICK, "--warm-seconds", "1e6")
-    whys = whys_of(content)
-    cells = [*cells_of_config(content)]
-    assert len(cells) > 30 and all("no time: about" in why and "s left" in why for why in whys.values())
-    # What compiles has an estimate of its own.
-    assert [method for method, *_ in cells_of(content)] == ["compiled layers", "hf static"]
-    assert len(whys) == len(cells) - 2
+    found = record(warm_seconds=1e6)
+    whys = found["shapes"]["tiny"]["missing"]
+    assert len(whys) == 7 and all("no time: about" in why and "s left" in why for why in whys.values())
+    assert methods_of(found) == ["hf static"]  # what compiles has an estimate of its own
 
 
-def test_a_cell_is_skipped_when_too_little_time_is_left(monkeypatch, record):
-    def slow(*given):
-        now[0] += 100
-        return Rate(1.0, 1.0, 1.0, 1, 1.0, 48.0)
-
+def test_a_cell_is_skipped_when_too_little_time_is_left(record, monkeypatch):
     now = [0.0]
-    for module in (gpu, gpu_shape):
-        monkeypatch.setattr(module, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(gpu_shape, "rate_of", slow)
-    content = record(*ONE, "--minutes", "4.16")
-    assert [method for method, *_ in cells_of(content)][:2] == ["plain", "fixed"]
-    assert ("adaptive", 1, 48) not in cells_of(content)
-    assert whys_of(content)["adaptive, batch 1, context 48"] == "no time: about 100 s needed, 50 s left"
+
+    def slowly(self, cell):
+        now[0] += 100
+        return FAKE
+
+    monkeypatch.setattr(gpu, "time", lambda: now[0])
+    found = record(slowly, minutes=4.16)
+    assert methods_of(found)[:2] == ["plain", "fixed"] and "adaptive" not in methods_of(found)
+    whys = found["shapes"]["tiny"]["missing"]
+    assert whys["adaptive, batch 1, context 48"] == "no time: about 100 s needed, 50 s left"
 
 
-def test_without_memory_cells_are_reported_as_not_measured(monkeypatch, record):
-    monkeypatch.setattr(gpu_shape, "free_bytes", lambda device: 2e6)
-    content = record(*QUICK, "--contexts", "48", "--batch-sizes", "1", "64", "--peer-batch-sizes", "2")
-    assert ("plain", 1, 48) in cells_of(content) and ("plain", 64, 48) not in cells_of(content)
-    assert "GiB free" in whys_of(content)["plain, batch 64, context 48"]
+def test_one_failure_costs_one_cell_and_a_lost_context_a_process(record, monkeypatch):
+    def failing(self, cell):
+        if cell.method == "hf":
+            raise torch.OutOfMemoryError("too much")
+        if cell.method == "plain, exact":
+            raise torch.AcceleratorError("CUDA error: lost")
+        if cell.method == "prefill":
+            raise RuntimeError("no such\ncache")
+        return FAKE
+
+    opened, make = [], gpu.synthetic_target
+    monkeypatch.setattr(gpu, "synthetic_target", lambda *given, **more: opened.append(given) or make(*given, **more))
+    found = record(failing)
+    assert found["shapes"]["tiny"]["missing"] == {
+        "hf, batch 1, context 48": "out of memory",
+        "plain, exact, batch 1, context 48": "AcceleratorError: CUDA error: lost",
+        "prefill, batch 1, context 48": "RuntimeError: no such cache",
+    }
+    assert len(opened) == 2 and found["complete"]
+    assert methods_of(found) == ["plain", "fixed", "adaptive", "hf early exit", "hf static"]
 
 
-def test_one_failure_costs_one_cell(monkeypatch, record):
-    def failing(target, kind, *given):
-        raise torch.OutOfMemoryError("too much") if kind == "hf" else RuntimeError("no such\ncache")
-
-    monkeypatch.setattr(gpu_shape, "peer_rate", failing)
-    content = record(*ONE)
-    whys = whys_of(content)
-    assert whys["hf, batch 1, context 48"] == "out of memory"
-    assert whys["hf static, batch 1, context 48"] == "RuntimeError: no such cache"
-    assert {*OURS} <= {method for method, *_ in cells_of(content)} and content["complete"]
-
-
-def test_a_lost_context_costs_one_cell_and_a_process(monkeypatch, record):
-    def losing(target, kind, *given):
-        raise torch.AcceleratorError(f"CUDA error: lost by {kind}")
-
-    made, measure = [], gpu.measure_shape
-    monkeypatch.setattr(gpu_shape, "peer_rate", losing)
-    monkeypatch.setattr(gpu, "measure_shape", lambda *given: made.append(given[1]) or measure(*given))
-    content = record(*ONE)
-    assert made == ["tiny"] * 4  # once more after each of the three ways to decode that transformers has
-    cells = [method for method, *_ in cells_of(content)]
-    assert {*OURS} <= {*cells} and len(cells) == len({*cells}) and content["complete"]
-    whys = {what: why for what, why in whys_of(content).items() if what.startswith("hf")}
-    lost = {f"{kind}, batch 1, context 48": f"AcceleratorError: CUDA error: lost by {kind}" for kind in TRANSFORMERS}
-    assert whys == lost
-
-
-def test_a_target_that_cannot_be_made_is_tried_once(monkeypatch, record):
+def test_a_target_that_cannot_be_made_is_tried_once(record, monkeypatch):
     def losing(*given, **options):
         raise torch.AcceleratorError("CUDA error: lost at once")
 
-    monkeypatch.setattr(gpu_shape, "synthetic_target", losing)
-    content = record(*QUICK)
-    assert whys_of(content) == {"opening": "AcceleratorError: CUDA error: lost at once"}
-    assert content["figures"][0]["why"] == "the target could not be made"
+    monkeypatch.setattr(gpu, "synthetic_target", losing)
+    found = record()
+    assert found["shapes"]["tiny"]["missing"] == {"opening": "AcceleratorError: CUDA error: lost at once"}
+    assert "not measured (1)" in gpu.render(found)
 
 
-def test_a_run_that_is_cut_short_keeps_what_it_had(monkeypatch, tmp_path):
-    def cut(*given):
-        raise KeyboardInterrupt
+def test_a_run_that_is_cut_short_keeps_what_it_had(record, tmp_path):
+    def cut(self, cell):
+        if cell.method == "adaptive":
+            raise KeyboardInterrupt
+        return FAKE
 
-    monkeypatch.setattr(gpu, "run_in_process", here)
-    monkeypatch.setattr(gpu_shape, "peer_rate", cut)
-    assert main([*ONE, "--output", str(tmp_path)]) == 130
-    content = json.loads((tmp_path / "gpu.json").read_text())
-    assert content["complete"] is False and [method for method, *_ in cells_of(content)] == [*OURS, "costs"]
+    with pytest.raises(KeyboardInterrupt):
+        record(cut)
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert found["complete"] is False and methods_of(found) == ["plain", "fixed"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("work", "grace", "why", "last"),
-    [
-        (faults.finish, 60.0, None, {"number": 3, "done": True}),
-        (faults.fail, 60.0, "ValueError: no such thing", {"number": 3}),
-        (faults.hang, 0.0, "it exceeded its time by 0 s and was killed", None),
-    ],
-)
-def test_records_sent_by_a_process_are_saved_at_once(work, grace, why, last, monkeypatch):
-    monkeypatch.setattr(gpu, "GRACE", grace)
-    kept = [None]
-    assert gpu.run_in_process(work, (3,), perf_counter() + 0.5, kept.append) == why
-    assert kept[-1] == last
+def test_a_process_that_dies_costs_what_it_was_measuring(tmp_path, monkeypatch):
+    killed = SimpleNamespace(returncode=-signal.SIGKILL)
+    names = {"run": lambda command, **options: killed, "TimeoutExpired": OSError, "DEVNULL": None}
+    monkeypatch.setattr(gpu, "subprocess", SimpleNamespace(**names))
+    found = run(read_config(GpuConfig, SMALL, FEW), tmp_path / "gpu.json", measure_in_process)
+    assert found["shapes"]["tiny"]["missing"] == {"opening": "the process ended with SIGKILL"}
 
 
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ([], "this machine has no CUDA device; --config"),
+        ([], "this machine has no CUDA device; configs/eval/gpu_small.yaml"),
         (["--device", "cpu", "--shapes", "llama-9"], "shapes must be of tiny, smollm2-135m"),
         (["--device", "cpu", "--batch-sizes", "0"], "batch_sizes must be numbers of at least 1, got [0]"),
         (["--device", "cpu", "--dtype", "int8"], "dtype must be among bfloat16, float16, float32, got 'int8'"),
@@ -204,9 +273,10 @@ def test_invalid_options_give_one_sentence_and_exit_code_2(given, sentence, caps
     assert printed.err.startswith(f"eval: {sentence}") and printed.out == ""
 
 
-def test_shapes_have_shares_of_the_time_and_the_first_a_minimum(monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu, "perf_counter", lambda: 0.0)
-    for minutes, ends in [(1, (60, 30)), (4, (160, 120)), (16, (576, 480))]:
+def test_earlier_shapes_have_more_of_the_time_and_the_first_a_minimum(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu, "time", lambda: 0.0)
+    for minutes, ends in [(1, [60, 40, 60]), (16, [480, 640, 960])]:
+        seen = []
         config = GpuConfig(shapes=("llama-3-8b", "tiny", "llama-2-7b"), minutes=minutes)
-        run = gpu.Run(config, tmp_path / "gpu.json")
-        assert (run.end_of(0), run.end_of(1)) == pytest.approx(ends)
+        run(config, tmp_path / "gpu.json", lambda path, name, end, seen=seen: seen.append(end))
+        assert seen == ends

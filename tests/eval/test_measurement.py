@@ -6,7 +6,7 @@ import random
 from math import log
 from statistics import fmean
 
-from eval.measurement import rotated, spread
+from eval.measurement import spread
 
 
 def test_a_spread_is_the_median_the_range_and_an_interval_for_the_median():
@@ -21,7 +21,3 @@ def test_the_interval_misses_the_true_median_no_more_often_than_once_in_twenty()
     draws = random.Random(0)
     caught = [spread(draws.expovariate(1) for _ in range(9)) for _ in range(500)]
     assert 0.94 < fmean(each.ci_low <= log(2) <= each.ci_high for each in caught) < 0.985
-
-
-def test_the_order_of_methods_rotates():
-    assert [rotated("abc", by) for by in range(4)] == [list("abc"), list("bca"), list("cab"), list("abc")]

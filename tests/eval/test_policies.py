@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from eval.__main__ import main
-from eval.config import FOLDER, read_config
+from eval.config import FOLDER, config_of
+from eval.models import open_llm
 from eval.policies import BOUNDS, compare, with_head
 from eval.replay import make, replay
 from eval.tasks import MEASURED, Recorded, ReplayConfig, Task
@@ -18,11 +19,10 @@ from selfspec.calibrate.profile import store_prior
 from selfspec.control.acceptance import Tracker
 from selfspec.control.costs import Costs
 from selfspec.control.registry import POLICIES
-from selfspec.control.rows import RowState
-from selfspec.drafting.row_lookup import RowLookup
+from selfspec.core import Request, Sequence
+from selfspec.drafting.lookup import RowLookup
 from tests.eval.models import save_model
 from tests.eval.replays import made_up_costs, random_trace
-from tests.target import load as load_model
 
 QUESTIONS = ["def f(x):\n", "for name in names:\n    print("]
 
@@ -60,7 +60,7 @@ def rows_of(capsys, *given):
 
 def test_a_run_prints_tables_and_one_json_document_and_writes_files(config, tmp_path, capsys):
     out, kept = tmp_path / "out", tmp_path / "kept"
-    assert main(["replay", "--config", str(config), "--output", str(out), "--record-traces", str(kept)]) == 0
+    assert main(["replay", str(config), "--output", str(out), "--record-traces", str(kept)]) == 0
     printed = capsys.readouterr()
     *tables, last = printed.out.splitlines()
     record = json.loads(last)
@@ -84,63 +84,31 @@ def test_a_run_prints_tables_and_one_json_document_and_writes_files(config, tmp_
 
 def test_written_traces_can_be_replayed_without_the_model(config, tmp_path, capsys):
     out, kept = tmp_path / "out", tmp_path / "kept"
-    shown = ["--lengths", "12", "--head-layers", "2", "--exit-layer", "2", "--num-draft-tokens", "3"]
-    before = rows_of(capsys, "--config", config, "--output", out, "--record-traces", kept, *shown)
+    shown = ["--lengths", "12", "--head-layers", "2", "--exit-layer", "2", "--num-speculative-tokens", "3"]
+    before = rows_of(capsys, config, "--output", out, "--record-traces", kept, *shown)
     after = rows_of(capsys, "--traces", kept / "code.npz", "--costs", out / "costs.json", *shown)
     assert list(before) == list(after)
     for name, row in before.items():
         assert row["mean"] == pytest.approx(after[name]["mean"], rel=1e-4)
 
 
-def test_every_task_in_the_files_has_a_column(files, capsys):
-    assert main(["replay", *files, "--lengths", "8", "--head-layers", "0"]) == 0
-    printed = capsys.readouterr()
-    *tables, last = printed.out.splitlines()
-    (section,) = json.loads(last)["sections"]
-    assert [row["name"] for row in section["rows"]] == [*POLICIES, *BOUNDS]
-    for row in section["rows"]:
-        assert list(row["speedup"]) == ["a", "b"]
-        assert row["mean"] == pytest.approx(sum(row["speedup"].values()) / 2, rel=1e-4)
-    assert any(line.split("|")[2:5] == ["     a ", "     b ", "  mean "] for line in tables)
-    assert "loading" not in printed.err
-
-
-def test_a_task_of_the_command_line_joins_those_of_the_file_and_sampling_is_recorded(config, folder, tmp_path, capsys):
-    given = ["--task", "more", str(folder), str(tmp_path / "two.jsonl"), "--temperature", "0.7", "--seed", "5"]
-    few = ["--lengths", "6", "--head-layers", MEASURED, "--policies", "plain", "--num-questions", "1"]
-    assert main(["replay", "--config", str(config), *given, *few]) == 0
-    *tables, last = capsys.readouterr().out.splitlines()
-    record = json.loads(last)
-    assert [(task["name"], task["num_prompts"]) for task in record["tasks"]] == [("code", 1), ("more", 1)]
-    assert [row["name"] for row in record["sections"][0]["rows"]] == ["plain", *BOUNDS]
-    assert all(task["is_sampled"] for task in record["tasks"]) and "sampled" in tables[0]
-
-
 def test_policies_are_named_as_methods_are(files, capsys):
     names = [
         "adaptive",
         "adaptive:exit",
-        "adaptive:exit+tree",
-        "adaptive:exit+copies+lookup+tree",
+        "adaptive:exit+copies",
+        "adaptive:exit+copies+lookup",
         "fixed:2,3",
         "fixed",
     ]
-    told = ["--exit-layer", "2", "--num-draft-tokens", "3"]
+    told = ["--exit-layer", "2", "--num-speculative-tokens", "3"]
     rows = rows_of(capsys, *files, "--lengths", "20", "--head-layers", MEASURED, *told, "--policies", *names)
     assert list(rows) == [*names, *BOUNDS]
-    assert rows["adaptive"]["speedup"] == rows["adaptive:exit+copies+lookup+tree"]["speedup"]
+    assert rows["adaptive"]["speedup"] == rows["adaptive:exit+copies+lookup"]["speedup"]
     assert rows["fixed:2,3"]["speedup"] == rows["fixed"]["speedup"] != rows["adaptive"]["speedup"]
-    states = [RowState(0, 20, 100, RowLookup([1, 2] * 10))]
+    states = [Sequence(0, Request([1]), [1, 2] * 10, 120, new_lookup=RowLookup)]
     policies = [make(name, made_up_costs(4)) for name in names[:4]]
     assert [policy.plan(states).lookups is not None for policy in policies] == [True, False, False, True]
-
-
-def test_exit_layer_applies_only_to_policies_that_do_not_choose_it(files, capsys):
-    shown = [*files, "--lengths", "20", "--head-layers", MEASURED, "--policies", "adaptive", "del", "fixed"]
-    first = rows_of(capsys, *shown)
-    second = rows_of(capsys, *shown, "--exit-layer", "3", "--num-draft-tokens", "1")
-    same = [first[name]["mean"] == second[name]["mean"] for name in ("adaptive", "del", "fixed")]
-    assert same == [True, True, False]
 
 
 def test_with_head_changes_only_the_head():
@@ -181,7 +149,7 @@ def test_adaptive_starts_every_prompt_with_the_given_statistics():
 
 def test_trace_files_include_statistics_and_replay_can_ignore_them(folder, config, tmp_path, capsys):
     kept = tmp_path / "kept"
-    shown = ["--config", config, "--lengths", "12", "--head-layers", "0", "--policies", "adaptive:exit"]
+    shown = [config, "--lengths", "12", "--head-layers", "0", "--policies", "adaptive:exit"]
     (tmp_path / "costs.json").write_text(json.dumps(made_up_costs(4).as_dict()))
     costs = ["--costs", tmp_path / "costs.json"]
 
@@ -189,7 +157,7 @@ def test_trace_files_include_statistics_and_replay_can_ignore_them(folder, confi
         return rows_of(capsys, *shown, *costs, *given)["adaptive:exit"]["mean"]
 
     before = mean()
-    path = store_prior(folder, load_model(folder).stack, sure_of(1))
+    path = store_prior(folder, open_llm(str(folder)).target.stack, sure_of(1))
     try:
         stored = mean("--record-traces", kept)
     finally:
@@ -197,12 +165,6 @@ def test_trace_files_include_statistics_and_replay_can_ignore_them(folder, confi
     again = ["--traces", kept / "code.npz"]
     assert stored != before and mean(*again) == stored  # of the file: the folder has none any more
     assert mean(*again, "--prior", "none") == before
-
-
-def test_statistics_of_another_model_are_refused(files, tmp_path, capsys):
-    save([random_trace(0, 4, 20)], tmp_path / "traces.npz", sure_of(1, num_layers=5))
-    assert main(["replay", "-q", *files]) == 2
-    assert capsys.readouterr().err.startswith("eval: the statistics in the traces of the task 'made up' are of")
 
 
 # --------------------------------------------------------------------------------------------------------- refusals
@@ -213,21 +175,17 @@ def test_statistics_of_another_model_are_refused(files, tmp_path, capsys):
     [
         (["--lengths", "0"], "lengths must be numbers of at least 1, got [0]"),
         (["--head-layers", "none"], "head_layers must be numbers of at least 0, or 'measured', got ['none']"),
-        (["--prior", "mine"], "prior must be 'stored' or 'none', got 'mine'"),
         (["--policies", "best"], "method 'best' is unknown"),
         (
             ["--policies", "transformers"],
-            f"policies must be among {', '.join(POLICIES)}, or such as adaptive:exit+tree",
+            f"policies must be among {', '.join(POLICIES)}, or such as adaptive:exit+copies",
         ),
-        (["--temperature", "-1"], "temperature must be at least 0, got -1.0"),
-        (["--costs", "nowhere.json"], "cannot read the costs 'nowhere.json'"),
         (["--traces", "nowhere.npz"], "cannot read the traces 'nowhere.npz'"),
-        (["--task", "more", "no/such/model", "q.jsonl"], "there is no folder no/such/model"),
         (["--exit-layer", "9"], "exit_layer must lie in 1..3 for this model, got 9"),
     ],
 )
 def test_invalid_options_give_one_sentence_and_exit_code_2(config, given, sentence, capsys):
-    assert main(["replay", "--config", str(config), "-q", *given]) == 2
+    assert main(["replay", str(config), "-q", *given]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith(f"eval: {sentence}")
@@ -247,11 +205,11 @@ def test_inconsistent_files_are_named(files, tmp_path, capsys):
         costs.write_text(content)
         assert refused(*files).startswith("eval: cannot read the costs")
     (tmp_path / "none.yaml").write_text("tasks: []\n")
-    assert refused("--config", str(tmp_path / "none.yaml")).startswith("eval: there is nothing to replay")
+    assert refused(str(tmp_path / "none.yaml")).startswith("eval: there is nothing to replay")
 
 
 def test_the_shipped_files_name_the_embedded_models_code():
     for name in ("replay", "live"):
-        config = read_config(ReplayConfig, FOLDER / f"{name}.yaml")
+        config = config_of(ReplayConfig, FOLDER / f"{name}.yaml")
         assert config.tasks == [Task("code", "demo", str(FOLDER / "prompts.jsonl"))]
         assert dataclasses.replace(config, tasks=[]) == ReplayConfig()

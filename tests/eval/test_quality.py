@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from eval.__main__ import main
-from eval.models import open_target
+from eval.models import open_llm
 from tests.eval.models import save_model
 from tests.slow import slow
 
@@ -71,9 +71,10 @@ def both(folder):
 
     from eval.harness import SelfSpecLM
 
-    target = open_target(folder, None)
-    theirs = HFLM(pretrained=target.stack.model, tokenizer=target.tokenizer, batch_size=2)
-    return theirs, SelfSpecLM(target.stack.model, tokenizer=target.tokenizer, batch_size=2, policy="fixed:2,3")
+    llm = open_llm(folder)
+    model, tokenizer = llm.target.stack.model, llm.tokenizer
+    theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2)
+    return theirs, SelfSpecLM(model, tokenizer=tokenizer, batch_size=2, policy="fixed:2,3")
 
 
 def test_log_likelihoods_are_those_of_the_harness(both):
@@ -96,11 +97,6 @@ def test_texts_are_those_of_the_harness(both):
     assert ours == theirs and any(len(text) < 12 for text in ours)
 
 
-def test_a_context_that_is_too_long_keeps_its_end(both):
-    asked = [request("x" * 200 + "abc", {"until": [], "max_gen_toks": 8, "do_sample": False})]
-    assert both[1].generate_until(asked) == both[0].generate_until(asked, disable_tqdm=True)
-
-
 def test_the_command_scores_every_policy_and_finds_them_equal(folder, tasks, capsys):
     options = ["--model", folder, "--include-path", tasks, "--policies", "plain", "adaptive", "fixed:2,3"]
     assert main(["quality", "--tasks", "own_writes", "own_chooses", *options]) == 0
@@ -114,13 +110,13 @@ def test_the_command_scores_every_policy_and_finds_them_equal(folder, tasks, cap
 def test_texts_that_differ_are_counted_and_end_with_code_1(folder, tasks, capsys, monkeypatch):
     from eval import harness
 
-    own = harness.complete
+    own = harness.SelfSpecLM.generate_until
 
-    def complete(*arguments, policy, **options):
-        texts = own(*arguments, policy=policy, **options)
-        return texts if policy == "plain" else [text + "!" for text in texts]
+    def generate_until(self, requests, **options):
+        texts = own(self, requests, **options)
+        return texts if self.settings["policy"] == "plain" else [text + "!" for text in texts]
 
-    monkeypatch.setattr(harness, "complete", complete)
+    monkeypatch.setattr(harness.SelfSpecLM, "generate_until", generate_until)
     assert main(["quality", "--tasks", "own_writes", "--model", folder, "--include-path", tasks]) == 1
     assert json.loads(capsys.readouterr().out.strip().splitlines()[-1])["policies"][1]["num_different"] == 2
 

@@ -11,9 +11,9 @@ from eval.__main__ import main
 from eval.answers import Failure, Prompt, Skipped
 from eval.decoders import LlamaCpp, Transformers
 from eval.methods import FORMS, parse_method
-from eval.models import Endless, gguf_file, open_target
+from eval.models import gguf_file
+from tests.eval.models import tiny_llm
 from tests.gguf_files import source_model, write_gguf
-from tests.models import tiny
 
 
 def prompt(ids, num_tokens=8):
@@ -29,8 +29,8 @@ def gguf(tmp_path_factory):
 
 
 def test_method_names_are_parsed():
-    assert parse_method("fixed:4,6").settings == {"policy": "fixed", "exit_layer": 4, "num_draft_tokens": 6}
-    assert parse_method("adaptive:exit+tree").settings == {"policy": "adaptive", "drafts": ("exit", "tree")}
+    assert parse_method("fixed:4,6").settings == {"policy": "fixed", "exit_layer": 4, "num_speculative_tokens": 6}
+    assert parse_method("adaptive:exit+copies").settings == {"policy": "adaptive", "drafters": ("exit", "copies")}
     assert parse_method("transformers:assistant:a:b").option == "a:b" and not parse_method("transformers").is_ours
     assert parse_method("llama.cpp:a.gguf") == ("llama.cpp:a.gguf", "llama.cpp", "a.gguf")
     for form in FORMS:
@@ -40,10 +40,10 @@ def test_method_names_are_parsed():
 
 @pytest.mark.parametrize("name", ["transformers", "transformers:early_exit:2", "transformers:prompt_lookup:3"])
 def test_transformers_methods_restore_the_model_even_after_a_timeout(name):
-    target = Endless(tiny("llama"))
-    model = target.stack.model
+    llm = tiny_llm()
+    model = llm.target.stack.model
     before, layers = model.generation_config, model.config.num_hidden_layers
-    method = Transformers(target, None, parse_method(name), 0.0, 60.0)
+    method = Transformers(llm, parse_method(name), frozenset(), 0.0, 60.0)
     turn = method(prompt([5, 6, 7]))
     assert len(turn.tokens) == sum(turn.accept_lengths) == 8 and len(turn.step_seconds) == len(turn.accept_lengths)
     method.limit = 1e-9
@@ -93,9 +93,3 @@ def test_llama_cpp_is_skipped_where_it_cannot_run(tmp_path, monkeypatch):
     monkeypatch.setattr("eval.decoders.find_spec", lambda name: None)
     assert "pip install xllamacpp" in skipped("smollm2")
     assert gguf_file("demo") is None and gguf_file(str(broken)) == broken
-
-
-def test_a_runs_target_ignores_the_models_generation_config():
-    target = open_target("demo")
-    own = Endless(target, frozenset({7}))
-    assert own.eos_token_ids == {7} and own.stored is None and own.tokenizer is None and target.tokenizer is not None

@@ -11,7 +11,7 @@ import yaml
 from eval import figures, studies
 from eval.__main__ import main
 from eval.config import STUDIES
-from eval.models import Endless, decode, open_target
+from eval.models import decode, open_llm
 from selfspec.control.registry import POLICIES
 from tests.eval.models import save_model
 
@@ -74,10 +74,11 @@ def test_acceptance_is_the_share_of_output_tokens_that_a_layer_picks(run, out, m
     assert run("--studies", "acceptance", "--study-questions", "1") == 0
     import torch
 
-    target = open_target(str(model))
-    ids = [int(i) for i in target.tokenizer(QUESTIONS[0]["turns"][0])["input_ids"]]
-    (done,) = decode(Endless(target), [ids], 12)
-    tokens = torch.tensor([[*ids, *done.tokens]])
+    llm = open_llm(str(model))
+    target = llm.target
+    ids = [int(i) for i in llm.tokenizer(QUESTIONS[0]["turns"][0])["input_ids"]]
+    (done,) = decode(llm, [ids], 12)
+    tokens = torch.tensor([[*ids, *done.token_ids]])
     states = target.stack.model(tokens, output_hidden_states=True).hidden_states
     found = study(out, "acceptance")
     assert found["num_tokens"] == 12
@@ -107,11 +108,3 @@ def test_a_failed_study_has_its_reason_and_the_others_continue(run, out, monkeyp
     assert run("--studies", "grid", "acceptance") == 0
     assert study(out, "grid")["error"] == "RuntimeError: no memory" and study(out, "acceptance")["exits"]
     assert "The study grid failed: RuntimeError: no memory" in capsys.readouterr().out
-
-
-def test_questions_come_from_all_categories_and_must_fit_the_context(run, out, tmp_path):
-    assert run("--studies", "acceptance", "--study-questions", "9") == 0
-    assert study(out, "acceptance")["num_questions"] == 3
-    (tmp_path / "own.jsonl").write_text(json.dumps(QUESTIONS[3]) + "\n")
-    assert run("--studies", "acceptance", "--output", str(out) + "2") == 0
-    assert "no question leaves room" in study(out.with_name("out2"), "acceptance")["error"]

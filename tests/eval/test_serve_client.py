@@ -9,8 +9,19 @@ import numpy as np
 import pytest
 
 from eval.serve_client import Endpoint, model_of, send, server
-from eval.serve_figures import Goal, Served, as_rows, figures_of, goodput, limits_of, parse_goals
-from eval.serve_load import Asked, arrival_times, output_lengths, random_prompts
+from eval.serve_load import (
+    Asked,
+    Goal,
+    Served,
+    arrival_times,
+    as_rows,
+    figures_of,
+    goodput,
+    limits_of,
+    output_lengths,
+    parse_goals,
+    random_prompts,
+)
 from tests.eval.openai_server import answer, chunk, serving
 
 TWO = [Asked((1, 2, 3), 5), Asked("text", 4)]
@@ -152,11 +163,6 @@ def test_figures_are_those_of_the_times():
     rows = as_rows(served)
     assert goodput(rows, 4.0, {}) == 0.75
     assert goodput(rows, 4.0, {"ttft": 250.0, "tpot": 150.0}) == 0.25  # only the single token
-
-
-def test_a_load_without_a_completed_request_has_no_times():
-    found = figures_of([Served(0.0, (), 0, 0, "gone")])
-    assert found["failed"] == 1 and found["request_throughput"] == 0 and found["p50_ttft_ms"] is None
 
 
 def test_objectives_are_milliseconds_or_multiples_of_a_reference():

@@ -7,17 +7,16 @@ import dataclasses
 import numpy as np
 import pytest
 
-from eval.models import Endless, decode
+from eval.models import decode, with_policy
 from eval.recording import record
 from eval.replay import replay
 from eval.traces import Trace, draft, draft_lengths, load, save
-from selfspec.control.fixed import Fixed
-from selfspec.control.plan import NUM_BINS, Plan, SurvivalStop
-from selfspec.decoding.engine import Engine
-from selfspec.executors.pick import Sampling
+from selfspec.control.plan import NUM_BINS, SurvivalStop
+from selfspec.control.published.layerskip import Fixed
+from selfspec.core import Plan, SamplingParams
+from tests.eval.models import tiny_llm
 from tests.eval.replays import made_up_costs, random_trace
 from tests.helpers import make_prompts
-from tests.models import tiny
 
 
 def equal(here, there):
@@ -28,23 +27,25 @@ def equal(here, there):
 @pytest.mark.parametrize("temperature", [0.0, 0.1])
 def test_hits_are_the_accepted_drafts_of_one_token_at_every_position(temperature):
     """Outputs of two tokens from growing prompts: one round, whose draft is the layer's pick of the first token."""
-    target, (prompt,) = Endless(tiny("llama")), make_prompts((37,))
-    (done,) = decode(target, [prompt], 40, temperature=temperature, seeds=3)
-    trace = record(target.stack, prompt, done.tokens, Sampling(temperature, seed=3))
-    for e in range(1, target.stack.num_layers):
+    llm, (prompt,) = tiny_llm(), make_prompts((37,))
+    (done,) = decode(llm, [prompt], 40, temperature=temperature, seeds=3)
+    trace = record(llm.target.stack, prompt, done.token_ids, SamplingParams(temperature=temperature, seed=3))
+    for e in range(1, llm.target.stack.num_layers):
         accepted = []
-        for i in range(len(done.tokens)):
-            engine = Engine(target, policy=Fixed(e, 1), max_batch_size=1)
-            engine.submit([*prompt, *done.tokens[:i]], max_new_tokens=2, temperature=temperature, seed=3)
-            accepted.append(bool(engine.step()[0].rows[0].num_accepted))
+        for i in range(len(done.token_ids)):
+            rounds = []
+            own = with_policy(llm, policy="fixed", exit_layer=e, num_speculative_tokens=1)
+            text = [*prompt, *done.token_ids[:i]]
+            decode(own, [text], 2, temperature=temperature, seeds=3, on_round=rounds.append)
+            accepted.append(bool(rounds[0].rows[0].num_accepted))
         assert accepted == trace.hits[e - 1].tolist()
         assert 0 < sum(accepted) < len(accepted)
 
 
 def test_confidences_after_a_wrong_token_are_recorded():
-    target, (prompt,) = Endless(tiny("llama")), make_prompts((9,))
-    (done,) = decode(target, [prompt], 30)
-    trace = record(target.stack, prompt, done.tokens, wrong_steps=5)
+    llm, (prompt,) = tiny_llm(), make_prompts((9,))
+    (done,) = decode(llm, [prompt], 30)
+    trace = record(llm.target.stack, prompt, done.token_ids, wrong_steps=5)
     assert trace.wrong.shape == (3, 30, 5)
     assert np.isnan(trace.wrong[trace.hits]).all()
     assert ((trace.wrong[~trace.hits] > 0) & (trace.wrong[~trace.hits] <= 1)).all()
@@ -53,10 +54,10 @@ def test_confidences_after_a_wrong_token_are_recorded():
 
 
 def test_at_the_end_of_the_context_nothing_is_recorded_beyond_it():
-    target, (prompt,) = Endless(tiny("llama")), make_prompts((100,))
-    limit = target.stack.context_limit
-    (done,) = decode(target, [prompt], limit)
-    trace = record(target.stack, prompt, done.tokens)
+    llm, (prompt,) = tiny_llm(), make_prompts((100,))
+    limit = llm.target.stack.context_limit
+    (done,) = decode(llm, [prompt], limit)
+    trace = record(llm.target.stack, prompt, done.token_ids)
     assert len(trace.tokens) == limit - 100
     for i in range(len(trace.tokens)):
         known = (~np.isnan(trace.wrong[:, i])).sum(1)
@@ -103,7 +104,7 @@ def test_traces_of_an_earlier_format_are_refused_in_one_sentence(tmp_path):
     save([random_trace(0, 3, 50)], tmp_path / "now.npz")
     with np.load(tmp_path / "now.npz") as arrays:
         np.savez(tmp_path / "before.npz", **{name: array for name, array in arrays.items() if name != "version"})
-    with pytest.raises(ValueError, match=r"before.npz': its format is 1, .* reads 5; record the outputs again$"):
+    with pytest.raises(ValueError, match=r"before.npz': its format is 1, .* reads 6; record the outputs again$"):
         load(tmp_path / "before.npz")
 
 
@@ -118,14 +119,15 @@ def test_a_broken_file_is_refused_in_one_sentence(tmp_path):
 
 
 def played(trace, at, plan):
-    return draft(trace, at, plan, draft_lengths([(trace, at)], plan)[0])
+    return draft(None, trace, at, plan, draft_lengths([(trace, at)], plan)[0])
 
 
 def test_drafts_beyond_the_trace_need_a_stop():
     trace = random_trace(1, 3, 60, wrong_steps=2)
     at = int(trace.hits[0].argmin())
-    assert played(trace, at, Plan(1, (9,)))[1:3] == (9, 0)  # nobody asks how sure it was
-    assert played(trace, at, Plan(1, (9,), min_confidence=1.0))[1:3] == (1, 0)
+    whole, stopped = (played(trace, at, Plan(1, (9,), min_confidence=least)) for least in (0.0, 1.0))
+    assert (whole.num_drafted, whole.num_accepted) == (9, 0)  # nobody asks how sure it was
+    assert (stopped.num_drafted, stopped.num_accepted) == (1, 0)
     with pytest.raises(ValueError, match="a draft continues for 8 tokens after a wrong one, beyond the trace"):
         played(trace, at, Plan(1, (9,), keep_confidence=True))
 

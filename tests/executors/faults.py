@@ -31,34 +31,33 @@ class Edit(NamedTuple):
 FAULTS = {
     "noise of the position before": Edit(
         "round.cpp",
-        "nodes.positions[at] + 1, nullptr, kept}",
-        "nodes.positions[at] + !FAULT, nullptr, FAULT ? nullptr : kept}",
+        "all.positions[at] + 1, nullptr, kept}",
+        "all.positions[at] + !FAULT, nullptr, FAULT ? nullptr : kept}",
     ),
     "temperatures of other rows": Edit(
-        "round.cpp", "pick_row(one, d.how[row],", "pick_row(one, d.how[(row + FAULT) % d.num_rows],"
+        "round.cpp", "pick_row(one, d.params[row],", "pick_row(one, d.params[(row + FAULT) % d.num_rows],"
     ),
-    "any child is accepted": Edit("round.cpp", "tokens[next - 1] == made)", "(FAULT || tokens[next - 1] == made))"),
+    "tokens after a rejected one are kept": Edit(
+        "round.cpp", "drafted[place] == out[place];", "(FAULT || drafted[place] == out[place]);"
+    ),
     "drafts by lookup are not judged": Edit(
         "round.cpp",
-        "path[length] = node, out[length] = made;",
-        "if (FAULT && !j.exit_layer && node < count) made = tokens[node];\n path[length] = node, out[length] = made;",
-    ),
-    "accepted nodes stay where they are": Edit(
-        "round.cpp", "if (from == to) continue;", "if (FAULT || from == to) continue;"
+        "if (v.num_likely) report(",
+        "if (FAULT && !v.exit_layer && place < v.counts[r]) out[place] = drafted[place];\n if (v.num_likely) report(",
     ),
     "a layer is left out after the draft": Edit(
-        "round.cpp", "run(nodes, is_read ? j.exit_layer : 0,", "run(nodes, is_read ? j.exit_layer + FAULT : 0,"
+        "round.cpp", "run(all, is_read ? v.exit_layer : 0,", "run(all, is_read ? v.exit_layer + FAULT : 0,"
     ),
     "the last draft is not read by early layers": Edit(
         "round.cpp",
-        "run(unread, 0, j.exit_layer, nullptr, states.get(), nullptr);",
-        "if (!FAULT) run(unread, 0, j.exit_layer, nullptr, states.get(), nullptr);\n"
+        "run(unread, 0, v.exit_layer, nullptr, states.get(), nullptr);",
+        "if (!FAULT) run(unread, 0, v.exit_layer, nullptr, states.get(), nullptr);\n"
         "else std::fill_n(states.get(), unread.size() * m.hidden, 0.f);",
     ),
-    "a token more is drafted than there is room for": Edit(
+    "a token more is drafted than a row may emit": Edit(
         "program.cpp",
-        "std::min({p.lengths[at], p.rooms[r], j.most})",
-        "std::min({p.lengths[at], p.rooms[r] + FAULT, j.most})",
+        "std::min({p.lengths[at], p.capacities[r], v.most})",
+        "std::min({p.lengths[at], p.capacities[r] + FAULT, v.most})",
     ),
     "rounds go on after the end of a row": Edit(
         "program.cpp", "!ends(r, picks, count);", "(FAULT || !ends(r, picks, count));"
@@ -66,10 +65,8 @@ FAULTS = {
     "rows stay where they were": Edit(
         "program.cpp", "last[r] = picks[count - 1],", "last[r] = picks[FAULT ? 0 : count - 1],"
     ),
-    "indices are not told of tokens": Edit("program.cpp", "if (p.indices && !", "if (p.indices && !FAULT && !"),
-    "penalties leave out drafted tokens": Edit(
-        "round.cpp", "int64_t(before.size()), nullptr}", "FAULT ? 0 : int64_t(before.size()), nullptr}"
-    ),
+    "indices do not get new tokens": Edit("program.cpp", "if (p.indices && !", "if (p.indices && !FAULT && !"),
+    "penalties leave out drafted tokens": Edit("round.cpp", "place, nullptr}", "FAULT ? 0 : place, nullptr}"),
     "penalties leave out what rounds before have written": Edit(
         "program.cpp", "if (p.texts && histories[r])", "if (p.texts && !FAULT && histories[r])"
     ),

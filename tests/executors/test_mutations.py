@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from selfspec.control.plan import LOOKUP
-from selfspec.decoding.engine import Engine
-from selfspec.decoding.row import Row
-from selfspec.decoding.stats import SpecStats
+from selfspec.core import LOOKUP, Sequence
+from selfspec.decoding.engine import LLMEngine
+from selfspec.decoding.outputs import SpecStats
 from selfspec.decoding.stopping import Stopper
 from selfspec.drafting.early_exit import draft_by_exit
-from selfspec.executors import eager, verdict
+from selfspec.executors import accept, eager
 from selfspec.executors.cuda.round_inputs import RoundInputs
 from selfspec.executors.cuda.whole_round import WholeRound
 from selfspec.executors.penalties import Penalties
@@ -25,15 +24,12 @@ from selfspec.executors.picker import Picker
 from selfspec.kernels.suite import REFERENCE
 from selfspec.model.kv_cache import PagedCache, Tree
 from tests.cuda.standin import with_runner
-from tests.executors.engines import BYTES, EXECUTORS, Both, Programs, Together
 from tests.executors.faults import NAMES, compiled_by
 from tests.executors.faults import faulty as faulty
-from tests.executors.test_conformance import check_policy, check_programs, check_same_rounds
+from tests.executors.requests import new_target, programs
+from tests.executors.test_conformance import Both, Together, check_policy, check_same_rounds, some_params
+from tests.executors.test_conformance import check as check_batch
 from tests.helpers import Always
-from tests.models import build
-from tests.slow import slow
-from tests.target import Target
-from tests.tokenizers import byte_tokenizer
 
 pytestmark = pytest.mark.slow  # they show what the conformance suite would notice, not what the executors do
 
@@ -41,11 +37,11 @@ SEEDS = 4
 
 
 def check(kind, made=None):
-    """Few plans of many rounds; then any programs, which record too many shapes for a recording executor."""
+    """Few plans of many rounds; then any plans, which record too many shapes for a recording executor."""
     for policy in (Both(5), Always(3, 5, num_rounds=5), Always(LOOKUP, 5, num_rounds=40)):
         check_policy(kind, policy, made)
     for seed in range(SEEDS if kind != "cuda" else 0):
-        check_programs(kind, seed)
+        check_batch(kind, seed, programs(seed, eager=0.5 if kind == "eager" else 0.1))
 
 
 @cache
@@ -59,11 +55,11 @@ def passes(kind):
 
 def no_cut(self, content, emitted, block, honest=Stopper.cut):
     kept, text, reason = honest(self, content, emitted, block)
-    return (len(block) if reason == "eos" else kept), text, reason
+    return (len(block) if reason == "stop" else kept), text, reason
 
 
-def one_too_many(self, tokens, logits, scores, honest=Row.keep):
-    honest(self, tokens, logits, scores)
+def one_too_many(self, row, honest=Sequence.append):
+    honest(self, row)
     self.num_cached += 1
 
 
@@ -78,15 +74,15 @@ def pages_never_freed(self, pages, written=None):
 
 def finished_rows_stay(self):
     """Those that have room, since compiled code writes where it is told to."""
-    self.rows = [row for row in self.rows if row.finish_reason is None or row.room > 1]
+    self.running = [row for row in self.running if row.finish_reason is None or row.num_remaining > 1]
 
 
-def cut_tokens_counted(self, row, told, honest=Engine._apply):
+def cut_tokens_counted(self, row, honest=LLMEngine._emit):
     """A round that an end cut short counts all that verification accepted."""
-    count = SpecStats.add_round
-    SpecStats.add_round = lambda self, drafted, accepted, *rest: count(self, drafted, told.accepted, *rest)
+    count, num_accepted = SpecStats.add_round, row.num_accepted
+    SpecStats.add_round = lambda self, drafted, accepted, *rest: count(self, drafted, num_accepted, *rest)
     try:
-        return honest(self, row, told)
+        return honest(self, row)
     finally:
         SpecStats.add_round = count
 
@@ -97,16 +93,16 @@ def columns_beyond_the_first_rejection(self, drafted, accepted, emitted, beside=
 
 AROUND = [
     (Stopper, "cut", no_cut),
-    (Row, "keep", one_too_many),
+    (Sequence, "append", one_too_many),
     (PagedCache, "reserve", pages_of_another_row),
     (PagedCache, "release", pages_never_freed),
-    (Engine, "_drop_ended", finished_rows_stay),
-    (Engine, "_apply", cut_tokens_counted),
+    (LLMEngine, "_drop_finished", finished_rows_stay),
+    (LLMEngine, "_emit", cut_tokens_counted),
     (SpecStats, "add_round", columns_beyond_the_first_rejection),
 ]
 
 
-@pytest.mark.parametrize("kind", [slow(kind) if kind == "cuda" else kind for kind in EXECUTORS if kind != "fused"])
+@pytest.mark.parametrize("kind", ["eager", "cpu", "cuda"])
 @pytest.mark.parametrize(("owner", "name", "fault"), AROUND, ids=[fault.__name__ for *_, fault in AROUND])
 def test_faults_around_every_executor_are_noticed(monkeypatch, kind, owner, name, fault):
     assert passes(kind)
@@ -138,7 +134,7 @@ def left_where_they_are(cache, rows, verdicts):
     pass
 
 
-def any_child_will_do(tree, guesses, picks, honest=verdict.walk):
+def any_child_will_do(tree, guesses, picks, honest=accept.accept_tree):
     path = honest(tree, guesses, picks)
     return next(
         ([*path, node] for node in range(path[-1] + 1, len(tree.parents)) if tree.parents[node] == path[-1]), path
@@ -172,8 +168,8 @@ def stands_at_its_place(self):
 EAGER = [
     (eager, "draft_by_exit", last_early_pass_skipped),
     (eager, "draft_by_exit", exit_changed_in_mid_round),
-    (eager, "settle", left_where_they_are),
-    (eager, "walk", any_child_will_do),
+    (eager, "_compact_kv", left_where_they_are),
+    (eager, "accept_tree", any_child_will_do),
     (Picker, "__call__", noise_by_place_in_the_batch),
     (eager, "paths_to", penalties_without_drafted_tokens),
     (Penalties, "__init__", the_prompt_is_output_to_penalties),
@@ -182,27 +178,27 @@ EAGER = [
 TREES = [(Tree, "ancestors", sees_its_neighbours), (Tree, "depths", stands_at_its_place)]  # as torch attends to them
 
 
-@pytest.mark.parametrize(
-    ("kind", "owner", "name", "fault"),
-    [("views", *one) for one in EAGER + TREES] + [("eager", *one) for one in EAGER],
-    ids=[fault.__name__ for *_, fault in EAGER + TREES] + [f"{fault.__name__}, compiled" for *_, fault in EAGER],
-)
-def test_faults_of_the_eager_executor_are_noticed(monkeypatch, kind, owner, name, fault):
-    assert passes(kind)
+@pytest.mark.parametrize(("owner", "name", "fault"), EAGER + TREES, ids=[fault.__name__ for *_, fault in EAGER + TREES])
+def test_faults_of_the_eager_executor_are_noticed(monkeypatch, owner, name, fault):
+    assert passes("eager")
     monkeypatch.setattr(owner, name, fault)
     with pytest.raises(AssertionError):
-        check(kind)
+        check("eager")
 
 
 # ---------------------------------------------------------------------------------------------- the compiled executor
 
 
-OF_DRAFTS = {"indices are not told of tokens", "any lookup is worth it"}  # which change what is drafted, and no token
+OF_DRAFTS = {"indices do not get new tokens", "any lookup is worth it"}  # which change what is drafted, and no token
 
 
 def check_rounds_of_two_executors():
-    for make in (Together, partial(Programs, 0, bits=(None,)), partial(Programs, 1, bits=(None,))):
-        check_same_rounds("llama", 3, 30, [False, True, True], make=make)
+    for make in (
+        Together,
+        partial(programs, 0, copies=False, eager=0.0),
+        partial(programs, 1, copies=False, eager=0.0),
+    ):
+        check_same_rounds(make, some_params(3, 30, [False, True, True]))
 
 
 @pytest.fixture(scope="module")
@@ -260,7 +256,7 @@ RECORDED = [
 
 @pytest.mark.parametrize(
     ("owner", "name", "fault"),
-    [*RECORDED[:2], *[slow(*one) for one in RECORDED[2:]]],  # the stand-in for a device takes seconds for each
+    RECORDED,
     ids=[fault.__name__ for *_, fault in RECORDED],
 )
 def test_faults_of_recorded_rounds_are_noticed(monkeypatch, owner, name, fault):
@@ -268,6 +264,6 @@ def test_faults_of_recorded_rounds_are_noticed(monkeypatch, owner, name, fault):
     kernels = REFERENCE._replace(accept=fault) if owner is None else REFERENCE
     if owner is not None:
         monkeypatch.setattr(owner, name, fault)
-    made = with_runner(Target(build("llama", **BYTES), byte_tokenizer(), engine="views"), kernels=kernels)
+    made = with_runner(new_target("eager"), kernels=kernels)
     with pytest.raises(AssertionError):
         check("cuda", made)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,18 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from selfspec.kernels import (
-    draft_tree,
-    fused_accept,
-    fused_advance,
-    fused_gate,
-    fused_norm,
-    fused_pick,
-    fused_rotary,
-    kv_scatter,
-    paged_attention,
-    reference_trees,
-)
+from selfspec.kernels import fused_accept, fused_layer, fused_pick, kv_scatter, paged_attention
 from selfspec.kernels.layout import Norm
 from tests.kernels import samples
 
@@ -101,14 +90,14 @@ def source_of(launch: Launch) -> ASTSource:
     return ASTSource(launch.kernel, signature, constants, attributes)
 
 
-def compile_launch(call: str, launch: Launch, capability: int = 90) -> Compiled:
-    """Assemble one launch for compute capability 9.0 (Hopper), or another.
+def compile_launch(call: str, launch: Launch) -> Compiled:
+    """Assemble one launch for compute capability 9.0 (Hopper).
 
     Raises:
         triton.CompilationError: Triton refuses the kernel.
         RuntimeError: the assembler does.
     """
-    made = triton.compile(source_of(launch), target=GPUTarget("cuda", capability, 32), options=launch.options)
+    made = triton.compile(source_of(launch), target=GPUTarget("cuda", 90, 32), options=launch.options)
     registers, stack = resources(made.asm["cubin"])
     metadata, code = made.metadata, made.asm["ptx"]
     copies = [int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\.[^;]*, 0x([0-9a-f]+)", code)]
@@ -133,27 +122,17 @@ def resources(cubin: bytes) -> tuple[int, int]:
 def calls() -> dict[str, Callable[[], Any]]:
     """Calls in the shapes of real models, bf16, whose launches are to be compiled."""
 
-    def attend(dim: int, heads: int, kv_heads: int, new: int, trees: bool = False, **options: Any) -> Callable[[], Any]:
-        one = samples.paged([(70, new)], heads, kv_heads, dim, 64, trees=trees, dtype=torch.bfloat16)
+    def attend(dim: int, heads: int, kv_heads: int, new: int, **options: Any) -> Callable[[], Any]:
+        one = samples.paged([(70, new)], heads, kv_heads, dim, 64, dtype=torch.bfloat16)
         layout = one.layout._replace(most_tokens=options.pop("most_tokens", 2048))
         return lambda: paged_attention.attend(one.queries, one.keys, one.values, layout, dim**-0.5, **options)
 
     def pick(*kinds: tuple[float, int, float, float]) -> Callable[[], Any]:
         return lambda: fused_pick.pick(torch.zeros(len(kinds), 128256), samples.sampling(kinds, 0))
 
-    def pick_two() -> None:
+    def pick_part() -> None:
         how = samples.sampling([(0.8, 50, 0.9, 0.0)], 0)
-        fused_pick.pick_two(torch.zeros(1, 16032), how, names=torch.arange(16032))
-
-    def tree() -> None:
-        given = samples.drafts(2, 5)
-        draft_tree.grow(*given, 5)
-        grown = reference_trees.grow(*given, 5)
-        draft_tree.follow(grown, torch.zeros(22, dtype=torch.int64), 6)
-
-    def move() -> None:
-        pages, slots = torch.zeros(2, 4, 64, 8, 128, dtype=torch.bfloat16), torch.arange(4)
-        kv_scatter.move(*pages, slots, slots + 9)
+        fused_pick.pick(torch.zeros(1, 16032), how, names=torch.arange(16032))
 
     def scatter() -> None:
         one = samples.paged([(70, 5)], 8, 8, 128, 64, dtype=torch.bfloat16)
@@ -161,30 +140,29 @@ def calls() -> dict[str, Callable[[], Any]]:
 
     def accept() -> None:
         ids, small = torch.zeros(8, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
-        sums = torch.zeros(2, 8, dtype=torch.int64)
-        fused_accept.accept(ids, ids, small, small, small, ids.view(2, 4), 8, sums)
+        fused_accept.accept(ids, ids, small, small, small, ids.view(2, 4), 8)
 
     def advance() -> None:
         small = torch.zeros(32, dtype=torch.int32)
-        fused_advance.advance(torch.zeros(32, 15, dtype=torch.int64), small, small, small.long())
+        fused_accept.advance(torch.zeros(32, 15, dtype=torch.int64), small, small, small.long())
 
     def norm(size: int, offset: float = 0.0) -> Norm:
         return Norm(torch.zeros(size, dtype=torch.bfloat16), 1e-6, offset)
 
     def add_norm(size: int, *norms: Norm | None) -> Callable[[], Any]:
         hidden = torch.zeros(2, size, dtype=torch.bfloat16)
-        return lambda: fused_norm.add_norm(hidden, hidden, *norms)
+        return lambda: fused_layer.add_norm(hidden, hidden, *norms)
 
     def rotate(heads: int, kv_heads: int, dim: int, *norms: Norm) -> Callable[[], Any]:
         one = samples.paged([(70, 5)], heads, kv_heads, dim, 64, dtype=torch.bfloat16)
         qkv = torch.zeros(5, (heads + 2 * kv_heads) * dim, dtype=torch.bfloat16)
         angles = torch.zeros(2, 128, dim // 2, dtype=torch.bfloat16)
-        return lambda: fused_rotary.rotate(
+        return lambda: fused_layer.rotate(
             qkv, one.keys, one.values, one.layout.slots, one.layout.positions, *angles, *norms
         )
 
     def gate(inner: int, activation: str) -> Callable[[], Any]:
-        return lambda: fused_gate.gate(torch.zeros(2, 2 * inner, dtype=torch.bfloat16), activation)
+        return lambda: fused_layer.gate(torch.zeros(2, 2 * inner, dtype=torch.bfloat16), activation)
 
     return {
         "add_norm, 4096": add_norm(4096, norm(4096)),
@@ -212,7 +190,6 @@ def calls() -> dict[str, Callable[[], Any]]:
         "attend, 5 tokens, 16:8 heads of 256, window, softcap": attend(256, 16, 8, 5, window=64, softcap=50.0),
         "attend, 5 tokens, 64:8 heads of 64, window, sinks": attend(64, 64, 8, 5, window=64, sinks=torch.zeros(64)),
         "attend, 5 tokens, 40:8 heads of 128, chunks": attend(128, 40, 8, 5, chunk=8192),
-        "attend, tree of 16, 32:8 heads of 128": attend(128, 32, 8, 16, trees=True),
         "attend, prompt of 512, 32:8 heads of 128": attend(128, 32, 8, 512),
         "attend, prompt of 512, 16:8 heads of 256, sinks": attend(256, 16, 8, 512, sinks=torch.zeros(16)),
         "pick, greedy, 128256 tokens": pick((0.0, 0, 1.0, 0.0)),
@@ -220,24 +197,17 @@ def calls() -> dict[str, Callable[[], Any]]:
         "pick, filtered, 128256 tokens": pick((0.8, 50, 0.9, 0.0)),
         "accept, 8 places": accept,
         "advance, 32 rows": advance,
-        "pick of two, filtered, 16032 of the tokens": pick_two,
-        "second choices beside 5 drafted tokens": tree,
-        "moved, 8 key heads of 128": move,
+        "pick, filtered, 16032 of the tokens": pick_part,
     }
 
 
-def compile_all(
-    say: Callable[[str], None] = lambda text: None, capability: int = 90, only: Sequence[str] = ()
-) -> list[Compiled]:
-    """Every kernel that the calls launch. `only`: the names of some calls; default: all."""
+def compile_all() -> list[Compiled]:
+    """Every kernel that the calls launch."""
     if triton.knobs.runtime.interpret:
         raise RuntimeError("kernels cannot be compiled where TRITON_INTERPRET is set; unset it")
     done = []
     for name, call in calls().items():
-        if only and name not in only:
-            continue
-        say(name)
         with intercepted() as launches:
             call()
-        done += [compile_launch(name, launch, capability) for launch in launches]
+        done += [compile_launch(name, launch) for launch in launches]
     return done

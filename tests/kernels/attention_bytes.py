@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import numpy as np
 import torch
-from torch import Tensor
-from triton.runtime.interpreter import InterpreterBuilder
 
 from selfspec.kernels import paged_attention
 from selfspec.kernels.layout import Layout
@@ -80,7 +76,7 @@ def moved_by(launches: list[Launch]) -> Moved:
 
 
 def _range(a: dict[str, Any], at: int, length: int) -> tuple[int, int, int, int]:
-    """Tokens [low, high) of a tile without a tree; where its splits begin, and their size."""
+    """Tokens [low, high) of a tile; where its splits begin, and their size."""
     high, low = min(at + a["QUERIES"], length), 0
     if a["WINDOW"]:
         low = max(low, at - a["window"] + 1)
@@ -91,36 +87,6 @@ def _range(a: dict[str, Any], at: int, length: int) -> tuple[int, int, int, int]
         return low, high, low // a["SPLIT"] * a["SPLIT"], a["SPLIT"]
     wanted = max(min((high - low) // a["least"], a["parts"]), -(-(high - low) // a["longest"]))
     return low, high, low, -(-(high - low) // wanted // a["BLOCK_N"]) * a["BLOCK_N"]
-
-
-@contextmanager
-def interpreted(keys: Tensor, values: Tensor, queries: Tensor, layout: Layout) -> Iterator[dict[str, int]]:
-    """Bytes that kernels move within, by the interpreter's loads and stores: of keys, of queries, and of results."""
-    counted = {"keys": 0, "queries": 0, "results": 0}
-    described = [one for one in [*layout[:7], *(layout.trees or ())] if isinstance(one, Tensor)]
-    known = [(keys, "keys"), (values, "keys"), (queries, "queries"), *((one, "") for one in described)]
-    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
-
-    def count(pointers: Any, mask: Any) -> None:
-        places = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)]
-        size = pointers.get_element_ty().primitive_bitwidth // 8
-        for tensor, name in known:
-            inside = (places >= tensor.data_ptr()) & (places < tensor.data_ptr() + tensor.nbytes)
-            if name:
-                counted[name] += int(inside.sum()) * size
-            places = places[~inside]
-        counted["results"] += len(places) * size
-
-    def counted_load(self: Any, pointers: Any, mask: Any, *given: Any) -> Any:
-        count(pointers, mask)
-        return load(self, pointers, mask, *given)
-
-    def counted_store(self: Any, pointers: Any, value: Any, mask: Any, *given: Any) -> Any:
-        count(pointers, mask)
-        return store(self, pointers, value, mask, *given)
-
-    with patch.multiple(InterpreterBuilder, create_masked_load=counted_load, create_masked_store=counted_store):
-        yield counted
 
 
 def decoding(batch: int, context: int, new: int, heads: int, kv_heads: int, dim: int, capacity: int) -> tuple[Any, ...]:

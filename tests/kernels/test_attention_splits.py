@@ -14,7 +14,7 @@ from selfspec.executors.cuda.shapes import token_capacity
 from selfspec.kernels import paged_attention, reference
 from selfspec.kernels.attention_splits import Device, tiling_of
 from tests.kernels import samples
-from tests.kernels.attention_bytes import decoding, interpreted, launches_of, moved_by
+from tests.kernels.attention_bytes import decoding, launches_of, moved_by
 from tests.slow import slow
 
 HEADS = [(32, 8, 128), (32, 32, 128), (9, 3, 64), (16, 8, 256)]
@@ -25,28 +25,10 @@ def of_recording(batch, context, new, heads):
     return decoding(batch, context, new, *heads, token_capacity(context, 1 << 30))
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"window": 150}, slow({"chunk": 256}), {"split": 128}, slow({"tile_rows": 32})]
-)
-@pytest.mark.parametrize("more", [slow(0), 3000])
-def test_bytes_are_those_that_the_interpreter_loads_and_stores(options, more):
-    """A tile reads its keys once, and no partial result of a split beyond a row's end is written or read."""
-    call = samples.paged([(397, 3), (0, 0), (130, 1), (3, 9)], 4, 2, 16, 16, padding=1)
-    layout = call.layout._replace(most_tokens=call.layout.most_tokens + more)
-
-    def attend():
-        return paged_attention.attend(call.queries, call.keys, call.values, layout, 0.25, **options)
-
-    moved = moved_by(launches_of(attend))
-    with interpreted(call.keys, call.values, call.queries, layout) as counted:
-        attend()
-    assert counted == {"keys": moved.keys, "queries": moved.queries, "results": moved.results}
-
-
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("new", [1, 5])
 @pytest.mark.parametrize("context", [1024, 8192])
-@pytest.mark.parametrize("batch", [1, 4, 8, 32])
+@pytest.mark.parametrize("batch", [1, 8, 32])
 def test_few_bytes_are_moved_beyond_what_the_operation_needs(batch, context, new, heads):
     """A row alone has too few splits to fill a device at that price: there, time is latency and not bytes."""
     call = of_recording(batch, context, new, heads)
@@ -57,7 +39,7 @@ def test_few_bytes_are_moved_beyond_what_the_operation_needs(batch, context, new
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("batch", [1, 4, 8, 32])
+@pytest.mark.parametrize("batch", [1, 32])
 def test_programs_fill_a_device(batch, heads):
     call = of_recording(batch, 8192, 1, heads)
     programs = moved_by(launches_of(lambda: paged_attention.attend(*call))).programs
@@ -109,25 +91,23 @@ def products_by_rows(monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"window": 70}, slow({"chunk": 96}), {"sinks": torch.tensor([0.5, 3.0, 0.0, -1.0])}, slow({"softcap": 2.0})],
+    [slow({}), {"window": 70}, slow({"chunk": 96}), slow({"sinks": torch.tensor([0.5, 3.0, 0.0, -1.0])})],
     ids=lambda options: next(iter(options), "plain"),
 )
-@pytest.mark.parametrize("trees", [slow(False), True])
-def test_with_a_fixed_split_and_tile_a_row_has_the_same_bits_in_any_call(products_by_rows, options, trees):
+def test_with_a_fixed_split_and_tile_a_row_has_the_same_bits_in_any_call(products_by_rows, options):
     """Beside other rows, in another slot, in a recording for more tokens, in tiles that begin elsewhere."""
     fixed = {"tile_rows": 16, "split": 64, **options}
     page_size = 16 if "window" in options else 64  # smaller steps, so that a window begins in another one at each token
-    alone = samples.paged([(180, 9)], 4, 2, 16, page_size, trees=trees)
+    alone = samples.paged([(180, 9)], 4, 2, 16, page_size)
     given = (alone.queries, alone.keys, alone.values)
     wanted = paged_attention.attend(*given, alone.layout, 0.25, **fixed)
     torch.testing.assert_close(wanted, reference.attend(*given, alone.layout, 0.25, **options), rtol=1e-4, atol=1e-5)
-    other = samples.paged([(200, 5), (0, 0), (11, 20)], 4, 2, 16, page_size, seed=1, trees=trees)
+    other = samples.paged([(200, 5), (0, 0), (11, 20)], 4, 2, 16, page_size, seed=1)
     got = paged_attention.attend(*beside(other, alone, 2000), 0.25, **fixed)
     assert torch.equal(got[len(other.queries) :], wanted)
-    if not trees:
-        for taken in (slice(0, 1), slice(1, 9)):
-            got = paged_attention.attend(alone.queries[taken], *given[1:], part_of(alone.layout, taken), 0.25, **fixed)
-            assert torch.equal(got, wanted[taken])
+    for taken in (slice(0, 1), slice(1, 9)):
+        got = paged_attention.attend(alone.queries[taken], *given[1:], part_of(alone.layout, taken), 0.25, **fixed)
+        assert torch.equal(got, wanted[taken])
 
 
 def part_of(layout, taken):
@@ -140,7 +120,7 @@ def part_of(layout, taken):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 32])
+@pytest.mark.parametrize("page_size", [slow(1), 16])
 def test_with_a_fixed_split_a_row_has_the_same_bits_in_any_pages(products_by_rows, page_size):
     fixed = {"tile_rows": 16, "split": 64}
     call = samples.paged([(180, 9)], 4, 2, 16, 64)
@@ -169,16 +149,13 @@ def beside(other, alone, most_tokens=0):
         for pages in (below.pages, above.pages + len(other.keys))
     )
     owners = torch.where(above.rows < 0, -1, above.rows + len(below.counts))
-    trees = None
-    if above.trees is not None:
-        trees = type(above.trees)(*(torch.cat(pair) for pair in zip(below.trees, above.trees, strict=True)))
     layout = below._replace(
         starts=torch.cat([below.starts, above.starts + len(other.queries)]),
         counts=torch.cat([below.counts, above.counts]), lengths=torch.cat([below.lengths, above.lengths]),
         pages=torch.cat([below_pages, above_pages]), rows=torch.cat([below.rows, owners]),
         slots=torch.cat([below.slots, above.slots]), positions=torch.cat([below.positions, above.positions]),
         most_new=max(below.most_new, above.most_new),
-        most_tokens=max(below.most_tokens, above.most_tokens, most_tokens), trees=trees,
+        most_tokens=max(below.most_tokens, above.most_tokens, most_tokens),
     )  # fmt: skip
     tensors = (torch.cat([getattr(one, name) for one in (other, alone)]) for name in ("queries", "keys", "values"))
     return (*tensors, layout)

@@ -1,4 +1,4 @@
-"""Acceptance on the device against the engine's own: the same tokens kept, the same ends, the same counts."""
+"""Acceptance on the device against the engine's own: the same tokens kept, the same ends."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.control.rows import RowOutcome
 from selfspec.decoding.stopping import Stopper
-from selfspec.executors.verdict import Verdict
 from selfspec.kernels import reference
 from selfspec.kernels.layout import ENDED_BY_EOS, ENDED_BY_LENGTH
 
@@ -20,21 +18,20 @@ a_row = st.one_of(
     st.none(),  # an empty slot
     st.tuples(st.lists(st.tuples(token, token), max_size=5), token, st.integers(1, 9), st.sets(token, max_size=2)),
 )
-REASONS = {None: 0, "eos": ENDED_BY_EOS, "length": ENDED_BY_LENGTH}
+REASONS = {None: 0, "stop": ENDED_BY_EOS, "length": ENDED_BY_LENGTH}
 
 
 @pytest.mark.parametrize("accept", [reference.accept, fused_accept.accept])
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(rows=st.lists(a_row, min_size=1, max_size=4), padding=st.integers(0, 2))
 def test_blocks_end_where_the_engine_ends_them(accept, rows, padding):
-    fed, picks, starts, counts, room, eos = [], [], [], [], [], []
-    judged, right = [0] * 6, [0] * 6
+    fed, picks, starts, counts, remaining, eos = [], [], [], [], [], []
     wanted = []
     for row in rows:
         pairs, bonus, most, ends = row or ([], 0, 0, set())
         starts.append(len(fed))
         counts.append(len(pairs) + 1 if row else 0)
-        room.append(most)
+        remaining.append(most)
         eos.append([*ends, *[-1] * (2 - len(ends))])
         if row is None:
             wanted.append((0, 0, 0, 0, None))
@@ -44,19 +41,12 @@ def test_blocks_end_where_the_engine_ends_them(accept, rows, padding):
             accepted = next((i for i, (guess, own) in enumerate(pairs) if guess != own), len(pairs))
             block = picks[starts[-1] :][: accepted + 1]
             kept, _, reason = Stopper(most, frozenset(ends)).cut([], 0, block)
-            verdict = Verdict([guess for guess, _ in pairs], range(accepted + 1), block, None, None)
-            outcome: RowOutcome = verdict.outcome(0, min(accepted, kept))
-            for place in range(outcome.num_judged):
-                judged[place] += 1
-            for place in range(outcome.num_accepted):
-                right[place] += 1
             wanted.append((len(pairs), accepted, kept, REASONS[reason], block[kept - 1]))
         fed += [7] * padding
         picks += [7] * padding
-    sums = torch.zeros(2, 6, dtype=torch.int64)
     done = accept(
         torch.tensor([*fed, 0]), torch.tensor([*picks, 0]), torch.tensor(starts, dtype=torch.int32),
-        torch.tensor(counts, dtype=torch.int32), torch.tensor(room, dtype=torch.int32), torch.tensor(eos), 6, sums,
+        torch.tensor(counts, dtype=torch.int32), torch.tensor(remaining, dtype=torch.int32), torch.tensor(eos), 6,
     )  # fmt: skip
     for slot, (drafted, accepted, kept, ended, last) in enumerate(wanted):
         assert done.record[slot, :3].tolist() == [drafted, accepted, kept]
@@ -70,4 +60,3 @@ def test_blocks_end_where_the_engine_ends_them(accept, rows, padding):
             start = starts[slot]
             assert done.record[slot, 3 : 3 + drafted].tolist() == fed[start + 1 : start + 1 + drafted]
             assert done.record[slot, 9 : 10 + drafted].tolist() == picks[start : start + 1 + drafted]
-    assert sums.tolist() == [judged, right]

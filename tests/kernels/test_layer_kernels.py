@@ -1,24 +1,19 @@
-"""The kernels of a fused layer in the interpreter: equal to their twins, and no more memory traffic than needed."""
+"""The kernels of a fused layer in the interpreter: equal to their references."""
 
 from __future__ import annotations
-
-from unittest.mock import patch
 
 import pytest
 import torch
 
-from selfspec.kernels import layer_reference
+from selfspec.kernels import reference
 from selfspec.kernels.layout import Norm
 from tests.kernels import samples
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpreterBuilder
 
-from selfspec.kernels.fused_gate import gate
-from selfspec.kernels.fused_norm import add_norm
-from selfspec.kernels.fused_rotary import rotate
+from selfspec.kernels.fused_layer import add_norm, gate, rotate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -60,7 +55,7 @@ def test_addition_and_norm(count, size, parts, offset, dtype):
     norm, post = a_norm(size, dtype, offset), a_norm(size, dtype, offset, 1e-3)
     named = {"branch": branch, "norm": norm, "post": post}
     call = hidden, *(one if name in parts.split() else None for name, one in named.items())
-    for got, wanted in zip(add_norm(*call), layer_reference.add_norm(*call), strict=True):
+    for got, wanted in zip(add_norm(*call), reference.add_norm(*call), strict=True):
         if wanted is None:
             assert got is None
         else:
@@ -69,7 +64,7 @@ def test_addition_and_norm(count, size, parts, offset, dtype):
 
 def qkv_call(rows, heads, kv_heads, dim, dtype, padding=0, norms=None, seed=0):
     """A call of `rotate`: what no row has written is NaN, and so are unused lines of the tables."""
-    paged = samples.paged(rows, heads, kv_heads, dim, 4, seed, trees=True, padding=padding, dtype=dtype)
+    paged = samples.paged(rows, heads, kv_heads, dim, 4, seed, padding=padding, dtype=dtype)
     count, longest = len(paged.layout.positions), paged.layout.most_tokens
     angles = torch.randn(2, longest + 3, dim // 2).to(dtype)
     angles[:, longest:] = float("nan")
@@ -87,7 +82,7 @@ def qkv_call(rows, heads, kv_heads, dim, dtype, padding=0, norms=None, seed=0):
 def test_rotation_and_write(rows, heads, padding, norms, dtype):
     call = qkv_call(rows, *heads, dtype, padding, norms)
     made = []
-    for kernel in (rotate, layer_reference.rotate):
+    for kernel in (rotate, reference.rotate):
         keys, values = call[1].clone(), call[2].clone()
         made.append((kernel(call[0], keys, values, *call[3:]), keys, values))
     for got, wanted in zip(*made, strict=True):
@@ -100,7 +95,7 @@ def test_rotation_and_write(rows, heads, padding, norms, dtype):
 @pytest.mark.parametrize(("count", "inner", "activation"), [(2, 48, "silu"), (1, 1500, "gelu_tanh"), (1, 1, "silu")])
 def test_activation_and_product(count, inner, activation, dtype):
     gate_up = torch.randn(count, 2 * inner).mul(3).to(dtype)
-    agree(gate(gate_up, activation), layer_reference.gate(gate_up, activation), roundings=2)  # activation and product
+    agree(gate(gate_up, activation), reference.gate(gate_up, activation), roundings=2)  # activation and product
 
 
 @each_dtype
@@ -131,81 +126,3 @@ def test_no_tokens_are_no_work():
     pages = torch.zeros(2, 1, 4, 1, 2)
     ints, angles = torch.zeros(0, dtype=torch.int64), torch.zeros(4, 1)
     assert rotate(hidden, *pages, ints, ints, angles, angles).shape == (0, 2, 2)
-
-
-# ------------------------------------------------------------------------------------------------------------ traffic
-
-
-class Traffic:
-    """Counts the bytes that kernels load and store in the interpreter, while it is active.
-
-    Numbers that all tokens share (weights of norms, lines of tables) count once, since they stay in the cache.
-    """
-
-    def __init__(self, *shared):
-        self.shared = [(one.data_ptr(), one.data_ptr() + one.nbytes) for one in shared]
-        self.places, self.moved = set(), 0
-
-    def count(self, pointers, mask):
-        size = pointers.get_element_ty().primitive_bitwidth // 8
-        for place in pointers.data[mask.data.astype(bool)].ravel().tolist():
-            if any(start <= place < end for start, end in self.shared):
-                self.moved += 0 if place in self.places else size
-                self.places.add(place)
-            else:
-                self.moved += size
-
-    def __enter__(self):
-        load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
-
-        def counted_load(builder, pointers, mask, *rest):
-            self.count(pointers, mask)
-            return load(builder, pointers, mask, *rest)
-
-        def counted_store(builder, pointers, value, mask, *rest):
-            self.count(pointers, mask)
-            return store(builder, pointers, value, mask, *rest)
-
-        self.patches = [
-            patch.object(InterpreterBuilder, "create_masked_load", counted_load),
-            patch.object(InterpreterBuilder, "create_masked_store", counted_store),
-        ]
-        for one in self.patches:
-            one.__enter__()
-        return self
-
-    def __exit__(self, *raised):
-        for one in self.patches:
-            one.__exit__(*raised)
-
-
-MOST = 1.15  # times the bytes that the operation needs
-
-
-@pytest.mark.parametrize("has_post", [False, True])
-def test_an_addition_with_norm_moves_few_bytes(has_post):
-    hidden, branch = torch.randn(2, 6, 100)
-    norm, post = a_norm(100, torch.float32, 0.0), a_norm(100, torch.float32, 0.0)
-    with Traffic(norm.weight, post.weight) as traffic:
-        add_norm(hidden, branch, norm, post if has_post else None)
-    needed = 4 * hidden.nbytes + norm.weight.nbytes * (1 + has_post)  # two in, the sum and its norm out
-    assert needed <= traffic.moved <= MOST * needed
-
-
-@pytest.mark.parametrize("norms", [None, 0.0])
-def test_a_rotation_with_write_moves_few_bytes(norms):
-    call = qkv_call([(7, 2), (0, 1)], 2, 1, 16, torch.float32, norms=norms)
-    qkv, _, _, slots, positions, cos, sin, *both = call
-    weights = [one.weight for one in both if one is not None]
-    with Traffic(slots, positions, cos, sin, *weights) as traffic:
-        rotate(*call)
-    angles = 2 * len(positions.unique()) * cos[0].nbytes
-    needed = 2 * qkv.nbytes + angles + slots.nbytes + positions.nbytes + sum(one.nbytes for one in weights)
-    assert needed <= traffic.moved <= MOST * needed
-
-
-def test_an_activation_with_product_moves_few_bytes():
-    gate_up = torch.randn(3, 2 * 1500)
-    with Traffic() as traffic:
-        gate(gate_up, "silu")
-    assert traffic.moved == gate_up.nbytes * 3 // 2

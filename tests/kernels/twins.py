@@ -1,4 +1,4 @@
-"""Every kernel against its plain twin on random shapes of decoding, on a device or in Triton's interpreter."""
+"""Every kernel against its reference on shapes of decoding, on a device or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec.kernels import layer_reference, reference, reference_trees
+from selfspec.kernels import reference
 from selfspec.kernels.gumbel import gumbel
 from selfspec.kernels.layout import Norm, SamplingTensors
 from tests.kernels import samples
@@ -56,7 +56,6 @@ def check_kernels(
     yield from check_pick(place, seed, most)
     yield from check_accept(place, seed)
     yield from check_advance(place, seed)
-    yield from check_second_choices(place, seed, most)
 
 
 def check_scatter(device: torch.device, dtype: torch.dtype, seed: int = 0, most: int = MOST) -> Iterator[Case]:
@@ -74,7 +73,7 @@ def check_scatter(device: torch.device, dtype: torch.dtype, seed: int = 0, most:
 def check_attention(
     device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], seed: int = 0, most: int = MOST
 ) -> Iterator[Case]:
-    """Ragged rows with an empty slot, NaN wherever no row has written, each mask, and with trees of tokens."""
+    """Ragged rows with an empty slot, NaN wherever no row has written, each mask."""
     from selfspec.kernels.paged_attention import attend
 
     num_heads, kv_heads, dim = heads
@@ -87,12 +86,10 @@ def check_attention(
         "sinks": {"sinks": torch.linspace(-1, 3, num_heads, device=device).to(dtype)},
     }
     for name, options in masks.items():
-        for trees in (False, True):
-            call = samples.paged(ragged, num_heads, kv_heads, dim, 64, seed, trees, 1, dtype, device)
-            error = _attention_error(attend, call, options)
-            form = "tree, " if trees else ""
-            case = f"{form}{name}, {num_heads}:{kv_heads} heads of {dim}, {_name(dtype)}"
-            yield Case("attend", case, error, TOLERANCE[dtype])
+        call = samples.paged(ragged, num_heads, kv_heads, dim, 64, seed, 1, dtype, device)
+        error = _attention_error(attend, call, options)
+        case = f"{name}, {num_heads}:{kv_heads} heads of {dim}, {_name(dtype)}"
+        yield Case("attend", case, error, TOLERANCE[dtype])
 
 
 def check_prompts(device: torch.device, dtype: torch.dtype, seed: int = 0, most: int = MOST) -> Iterator[Case]:
@@ -117,9 +114,7 @@ def check_layers(
     device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], seed: int = 0, most: int = MOST
 ) -> Iterator[Case]:
     """The kernels of fused layers, with norms of both kinds and each activation."""
-    from selfspec.kernels.fused_gate import gate
-    from selfspec.kernels.fused_norm import add_norm
-    from selfspec.kernels.fused_rotary import rotate
+    from selfspec.kernels.fused_layer import add_norm, gate, rotate
 
     rng = torch.Generator(device).manual_seed(seed)
 
@@ -138,16 +133,16 @@ def check_layers(
     for offset in (0.0, 1.0):
         norms = [Norm(normal(size), 1e-6, offset) for size in (dim, dim, most, most)]
         made = []
-        for kernel in (rotate, layer_reference.rotate):
+        for kernel in (rotate, reference.rotate):
             keys, values = torch.zeros_like(call.keys), torch.zeros_like(call.values)
             made.append((kernel(qkv, keys, values, *where, *angles, *norms[:2]), keys, values))
         yield case("rotate", f"norms with offset {offset:g}", *made)
         hidden = normal(2, 3, most)
-        calls = (add(*hidden, *norms[2:]) for add in (add_norm, layer_reference.add_norm))
+        calls = (add(*hidden, *norms[2:]) for add in (add_norm, reference.add_norm))
         yield case("add_norm", f"offset {offset:g}", *calls)
     for activation in ("silu", "gelu_tanh"):
         gate_up = normal(3, 2 * most)
-        got, wanted = ([one(gate_up, activation)] for one in (gate, layer_reference.gate))
+        got, wanted = ([one(gate_up, activation)] for one in (gate, reference.gate))
         yield case("gate", activation, got, wanted)
 
 
@@ -191,18 +186,17 @@ def check_accept(device: torch.device, seed: int = 0) -> Iterator[Case]:
     starts = torch.arange(slots) * width
     fed, picks = torch.randint(0, 3, (2, slots * width), generator=rng)
     fed[1:] = torch.where(torch.rand(slots * width - 1, generator=rng) < 0.8, picks[:-1], fed[1:])
-    room, eos = torch.randint(1, 12, (slots,), generator=rng), torch.randint(-1, 40, (slots, 2), generator=rng)
-    given = [one.to(device) for one in (fed, picks, starts.int(), counts.int(), room.int(), eos)]
-    sums = torch.zeros(2, 2, width, dtype=torch.int64, device=device)
-    got, wanted = accept(*given, width, sums[0]), reference.accept(*given, width, sums[1])
+    remaining, eos = torch.randint(1, 12, (slots,), generator=rng), torch.randint(-1, 40, (slots, 2), generator=rng)
+    given = [one.to(device) for one in (fed, picks, starts.int(), counts.int(), remaining.int(), eos)]
+    got, wanted = accept(*given, width), reference.accept(*given, width)
     live = given[3] > 0
     wrong = sum(int((a[live] != b[live]).sum()) for a, b in zip(got, wanted, strict=True))
-    yield Case("accept", f"{slots} rows", float(wrong + int((sums[0] != sums[1]).sum())), 0.0)
+    yield Case("accept", f"{slots} rows", float(wrong), 0.0)
 
 
 def check_advance(device: torch.device, seed: int = 0) -> Iterator[Case]:
     """Every column of the rows, those that stay included, for a number of rows that is no power of two."""
-    from selfspec.kernels.fused_advance import advance
+    from selfspec.kernels.fused_accept import advance
 
     rng = torch.Generator().manual_seed(seed)
     for slots in (1, 23):
@@ -214,36 +208,6 @@ def check_advance(device: torch.device, seed: int = 0) -> Iterator[Case]:
         advance(got, *given)
         reference.advance(wanted, *given)
         yield Case("advance", f"{slots} rows", float((got != wanted).sum()), 0.0)
-
-
-def check_second_choices(device: torch.device, seed: int = 0, most: int = MOST) -> Iterator[Case]:
-    """Second choices from the picks over a part of the vocabulary to the moves of their keys and values."""
-    from selfspec.kernels.draft_tree import follow, grow
-    from selfspec.kernels.fused_pick import pick_two
-    from selfspec.kernels.kv_scatter import move
-
-    rng = torch.Generator().manual_seed(seed)
-    size = 16032 if most >= 1024 else 300
-    logits, names = (4 * torch.randn(len(KINDS), size, generator=rng)).to(device), 3 * torch.arange(size, device=device)
-    sampling = samples.sampling(KINDS, seed, device)
-    got, wanted = pick_two(logits, sampling, names=names), reference.pick_two(logits, sampling, names=names)
-    scores = reference.scores(logits, sampling, names=names)
-    for name, at in (("firsts", 0), ("seconds", 2)):
-        lost = scores.gather(1, wanted[at][:, None] // 3) - scores.gather(1, got[at][:, None] // 3)
-        lost = torch.where(got[at] == wanted[at], 0, lost[:, 0])  # where a filter leaves one token, the second has -inf
-        yield Case("pick_two", f"{name} of {size} tokens", float(lost.abs().max()), NEAR)
-    given = samples.drafts(33, 7, seed, device)
-    tree, twin = grow(*given, 5), reference_trees.grow(*given, 5)
-    yield Case("grow", "33 rows", float(sum(int((a != b).sum()) for a, b in zip(tree, twin, strict=True))), 0.0)
-    picks = torch.randint(0, 4, (twin.tokens.numel(),), generator=rng).to(device)
-    branches, wanted_branches = follow(twin, picks, 8), reference_trees.follow(twin, picks, 8)
-    wrong = sum(int((a != b).sum()) for a, b in zip(branches, wanted_branches, strict=True))
-    yield Case("follow", "33 rows", float(wrong), 0.0)
-    made = [torch.arange(2 * 4 * 64 * 8 * 128.0, device=device).view(2, 4, 64, 8, 128) for _ in range(2)]
-    source, target = torch.tensor([200, 100, 255], device=device), torch.tensor([7, -1, 0], device=device)
-    for one, pages in zip((move, reference_trees.move), made, strict=True):
-        one(*pages, source, target)
-    yield Case("move", "3 tokens", float((made[0] != made[1]).sum()), 0.0)
 
 
 def _name(dtype: torch.dtype) -> str:

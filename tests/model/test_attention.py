@@ -7,17 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 
 from selfspec.model.attention import attend
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
-from selfspec.model.row_groups import SHORT, plan_groups
-from selfspec.model.stack import Stack
-from tests.helpers import make_prompts
-from tests.models import build
+from selfspec.model.row_groups import SHORT
+from tests.slow import FRESH
 
 HEAD_DIM = 4
 
@@ -81,8 +79,7 @@ def check_pack(rows, page_size, kv_heads, share, seed, window=None, chunk=None, 
 a_row = st.tuples(st.integers(0, 20), st.one_of(st.integers(1, 6), st.integers(1, 45)), st.integers(0, 1))
 
 
-@settings(max_examples=60)
-@given(
+PACKS = given(
     rows=st.lists(a_row, min_size=1, max_size=5),
     page_size=st.sampled_from([1, 3, 8, 70]),
     kv_heads=st.integers(1, 2),
@@ -94,38 +91,24 @@ a_row = st.tuples(st.integers(0, 20), st.one_of(st.integers(1, 6), st.integers(1
     scale=st.sampled_from([None, 0.3]),
     seed=st.integers(0, 99),
 )
-def test_any_pack_attends_as_the_formula_says(**case):
+
+
+@PACKS
+def test_packs_attend_as_the_formula_says(**case):
     check_pack(**case)
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("page_size", [4, 60])
+@pytest.mark.slow
+@FRESH
+@PACKS
+def test_fresh_packs_attend_as_the_formula_says(**case):
+    check_pack(**case)
+
+
+@pytest.mark.parametrize(("page_size", "sinks", "softcap"), [(4, False, 2.0), (60, True, None)])
 def test_a_row_that_prefills_stands_beside_rows_that_decode(page_size, sinks, softcap):
     rows = [(7, 1, 0), (3, SHORT + 8, 0), (0, 1, 1), (12, 5, 0), (0, SHORT + 1, 0), (9, 1, 0)]
     check_pack(rows, page_size, 2, 2, 0, softcap=softcap, sinks=sinks)
-
-
-def grouped(spans, page_size=50, num_pages=12):
-    packed = PackedRows(PagedCache(num_pages, page_size), [Span(*span) for span in spans])
-    return plan_groups(packed)
-
-
-def test_rows_on_neighbouring_pages_are_read_without_a_gather():
-    [group] = grouped([([3], 4, 1), ([4], 9, 1), ([6], 2, 1)])  # page 5 lies idle between
-    assert group.pages == slice(3, 7)
-    assert group.limit == 10
-    [alone] = grouped([([3], 4, 2)])
-    assert (alone.pages, alone.gather, alone.scatter, alone.single) == (slice(3, 4), None, None, False)
-    [apart] = grouped([([0], 4, 1), ([9], 9, 1)])
-    assert apart.pages.tolist() == [[0], [9]]
-    [several] = grouped([([0, 5], 4, 1), ([9], 2, 1)], page_size=4)
-    assert several.pages.tolist() == [[0, 5], [9, 9]]  # the shorter row's second column is masked
-
-
-def test_long_rows_go_alone_and_short_ones_together():
-    groups = grouped([([0], 0, 2), ([1], 0, SHORT + 1), ([2], 0, SHORT), ([3], 0, SHORT + 9)])
-    assert [group.positions.shape[1] for group in groups] == [SHORT, SHORT + 1, SHORT + 9]
 
 
 # ---------------------------------------------------------------------------------------------------------- prompts
@@ -156,53 +139,6 @@ def masks():
         ([(3, 1, 0), (0, SHORT + 1, 0)], [(torch.Tensor, False), (type(None), True)]),
     ],
 )
-@pytest.mark.parametrize("reach", [{}, {"window": 90}, {"chunk": 90}])  # longer than the rows
-def test_no_mask_tensor_is_made_for_prompts(masks, rows, expected, reach):
-    check_pack(rows, 8, 2, 2, 0, **reach)
+def test_no_mask_tensor_is_made_for_prompts(masks, rows, expected):
+    check_pack(rows, 8, 2, 2, 0, window=90)  # longer than the rows
     assert masks == expected
-
-
-@pytest.mark.parametrize("reach", [{"window": 20}, {"chunk": 16}])
-def test_prompts_longer_than_a_window_have_a_mask(masks, reach):
-    check_pack([(0, SHORT + 9, 0)], 8, 2, 2, 0, **reach)
-    assert masks == [(torch.Tensor, False)]
-
-
-def test_keys_of_a_new_prompt_are_not_read_back_from_its_pages():
-    new, generator = SHORT + 5, torch.Generator().manual_seed(0)
-    cache = PagedCache(8, 8)
-    packed = PackedRows(cache, [Span(cache.reserve(new), 0, new)])
-    query, key, value = (torch.randn(1, heads, new, HEAD_DIM, generator=generator) for heads in (4, 2, 2))
-    packed.update(key, value, 0)
-    module = SimpleNamespace(layer_idx=0, config=SimpleNamespace(layer_types=None))
-    wanted, _ = attend(module, query, key, value, packed=packed)
-    for storage in cache.layer(0, key[0].transpose(0, 1), value[0].transpose(0, 1)):
-        storage.fill_(float("nan"))
-    got, _ = attend(module, query, key, value, packed=packed)
-    assert torch.equal(got, wanted)
-    assert packed.new is None, "keys are held longer than attention runs"
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
-def test_prompts_in_chunks_of_any_size_are_those_of_one_call(family):
-    stack, lengths = Stack(build(family)), (150, 90)
-    prompts = [torch.tensor(prompt) for prompt in make_prompts(lengths)]
-
-    def read(*chunks):
-        """Each chunk: new tokens of both prompts, in one packed call."""
-        cache = stack.new_cache(8, 64)
-        pages = [cache.reserve(length) for length in lengths]
-        states, at = ([], []), [0, 0]
-        for counts in chunks:
-            spans = [Span(pages[i], at[i], new) for i, new in enumerate(counts) if new]
-            tokens = torch.cat([prompts[i][at[i] : at[i] + new] for i, new in enumerate(counts)])
-            hidden = stack.run(PackedRows(cache, spans), 0, stack.num_layers, tokens)
-            for i, part in enumerate(hidden.split(counts)):
-                states[i].append(part)
-                at[i] += counts[i]
-        return torch.cat([torch.cat(parts) for parts in states])
-
-    with torch.inference_mode():
-        wanted = read((150, 90))
-        for chunks in [((40, 90), (110, 0)), ((33, 1), (34, 50), (83, 39)), ((150, 0), (0, 10), (0, 80))]:
-            torch.testing.assert_close(read(*chunks), wanted, rtol=1e-4, atol=1e-4)

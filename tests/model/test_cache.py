@@ -78,18 +78,6 @@ def test_keys_are_read_back_from_where_their_positions_say(tables):
     assert torch.equal(cache.read(0, tables[1], 2)[0], second[0].transpose(0, 1))
 
 
-def test_layers_have_storage_of_their_own_shape_made_when_they_first_write():
-    cache = PagedCache(2, 4)
-    packed = PackedRows(cache, [Span([0], 0, 2)])
-    packed.update(some(2), some(2), 0)
-    packed.update(some(2).double(), torch.ones(1, 2, 2, 5), 3)
-    assert cache.read(0, [0], 2)[0].shape == (2, 2, 3)
-    assert cache.read(3, [0], 2)[0].dtype == torch.float64
-    assert cache.read(3, [0], 2)[1].shape == (2, 2, 5)
-    with pytest.raises(KeyError):
-        cache.read(1, [0], 2)
-
-
 def test_releasing_zeroes_what_a_row_has_written_on_any_of_its_pages():
     cache = PagedCache(4, 8)
     pages = cache.reserve(20)

@@ -10,13 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from selfspec.executors.pick import Sampling
-from selfspec.executors.picker import Picker
-from selfspec.executors.shadow import shadow_picks
 from selfspec.model import exit_heads as module
 from selfspec.model.exit_heads import FILE, ExitHead, ExitHeads
-from tests.helpers import make_prompts
-from tests.models import build, some_heads, tiny
+from tests.helpers import make_prompts, tokens_of
+from tests.models import build, some_heads
 from tests.target import Target, load
 
 PROMPTS = make_prompts([9, 4, 12], seed=3)
@@ -32,11 +29,11 @@ def test_a_new_head_changes_nothing():
     assert torch.equal(heads.of_layers(many, (1, 2, 3)), torch.stack([heads(many[0], 1), many[1], heads(many[2], 3)]))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
 @torch.inference_mode()
 def test_the_last_layer_never_sees_them(family):
     target = Target(build(family))
-    plain = target.generate(PROMPTS, policy="plain", max_new_tokens=20, temperature=0.7)
+    plain = target.generate(PROMPTS, policy="plain", max_tokens=20, temperature=0.7)
     hidden = torch.randn(5, 32)
     early, late = target.stack.logits(hidden, 3), target.stack.logits(hidden)
     target.exit_heads = some_heads()
@@ -45,31 +42,14 @@ def test_the_last_layer_never_sees_them(family):
     assert torch.equal(target.stack.logits(hidden, 2), target.stack.early_logits(hidden[None], (2,))[0])
     for policy in (
         {"exit_layer": 1},
-        {"exit_layer": 3, "num_draft_tokens": 5},
+        {"exit_layer": 3, "num_speculative_tokens": 5},
         {"policy": "del"},
         {"policy": "adaptive"},
     ):
-        drafted = target.generate(PROMPTS, max_new_tokens=20, temperature=0.7, **policy)
-        assert [c.tokens for c in drafted] == [c.tokens for c in plain]
+        drafted = target.generate(PROMPTS, max_tokens=20, temperature=0.7, **policy)
+        assert tokens_of(drafted) == tokens_of(plain)
     target.exit_heads = None
     assert torch.equal(target.stack.logits(hidden, 3), early)
-
-
-@torch.inference_mode()
-def test_shadow_picks_look_through_them():
-    target = tiny("llama")
-    stack, hidden, count = target.stack, torch.randn(3, 6, 32), 6
-    target.exit_heads = some_heads()
-    try:
-        logits = stack.logits(torch.randn(count, 32))
-        given = ([Sampling()] * count, range(count), logits, logits.argmax(-1))
-        exact = shadow_picks(stack, Picker(stack), (1, 2, 3), hidden, *given, exact=True)
-        short = shadow_picks(stack, Picker(stack), (1, 2, 3), hidden, *given)
-        own = torch.stack([stack.logits(hidden[i], layer).argmax(-1) for i, layer in enumerate((1, 2, 3))])
-        assert (exact.hits == (own == logits.argmax(-1)).numpy()).all()
-        assert (short.hits == exact.hits).mean() > 0.8, "a vocabulary of 96 fits into the shortlist"
-    finally:
-        target.exit_heads = None
 
 
 def test_saved_and_loaded_they_are_the_same(tmp_path):
@@ -112,19 +92,12 @@ def test_what_is_no_file_of_exit_heads_is_refused_in_a_sentence(tmp_path):
         ExitHeads.load(tmp_path)
 
 
-def test_heads_of_an_earlier_version_are_to_be_trained_again(tmp_path):
-    heads, metadata = some_heads(), {"format": "selfspec exit heads 1", "about": json.dumps({"layers": [1], "rank": 5})}
-    save_file(heads.state_dict(), tmp_path / FILE, metadata)
-    with pytest.raises(OSError, match="heads of an earlier version, which are no longer read; train them again"):
-        ExitHeads.load(tmp_path)
-
-
 @pytest.mark.parametrize("inner", [1, 37, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
 def test_compiled_heads_are_the_blocks_of_torch(inner, dtype):
     heads = some_heads(inner=inner)
-    target = Target(build("llama").to(dtype), exit_heads=heads, engine="compiled")
+    target = Target(build("llama").to(dtype), exit_heads=heads, backend="compiled")
     stack, hidden = target.stack, torch.randn(3, 7, 32)
     before = hidden.clone()
     for _ in range(2):
@@ -172,28 +145,9 @@ def test_they_follow_the_model_to_its_number_format_and_stay_when_it_is_opened_a
     target = Target(model, exit_heads=some_heads())
     assert target.exit_heads.heads["1"].down.dtype == torch.bfloat16
     model.to(torch.float64)
-    plain = target.generate(PROMPTS[:1], policy="plain", max_new_tokens=6)
-    assert target.generate(PROMPTS[:1], exit_layer=1, max_new_tokens=6)[0].tokens == plain[0].tokens
+    plain = target.generate(PROMPTS[:1], policy="plain", max_tokens=6)
+    assert target.generate(PROMPTS[:1], exit_layer=1, max_tokens=6)[0].token_ids == plain[0].token_ids
     assert target.exit_heads.heads["1"].down.dtype == torch.float64
-
-
-@pytest.mark.parametrize("engine", ["views", "compiled"])
-def test_in_bfloat16_they_draft_and_learn_with_any_engine(engine):
-    target = Target(build("llama").to(torch.bfloat16), exit_heads=some_heads(), engine=engine)
-    [plain] = target.generate(PROMPTS[:1], policy="plain", exact=True, max_new_tokens=24)
-    for options in ({"exit_layer": 1}, {"exit_layer": 3, "learn": True}, {"policy": "adaptive"}):
-        assert target.generate(PROMPTS[:1], exact=True, max_new_tokens=24, **options)[0].tokens == plain.tokens
-    assert target.learner.num_lessons > 0
-
-
-def test_one_set_of_heads_serves_targets_of_different_formats_and_is_never_changed():
-    heads, model = some_heads(), build("llama")
-    before = [parameter.clone() for parameter in heads.parameters()]
-    one, other = Target(model, exit_heads=heads), Target(build("llama").to(torch.bfloat16), exit_heads=heads)
-    for target in (one, other):
-        [plain] = target.generate(PROMPTS[:1], policy="plain", max_new_tokens=6)
-        assert target.generate(PROMPTS[:1], exit_layer=1, max_new_tokens=6)[0].tokens == plain.tokens
-    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(before, heads.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -215,11 +169,4 @@ def test_a_file_whose_words_do_not_fit_its_tensors_is_refused_before_anything_is
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / FILE, metadata)
     with pytest.raises(OSError, match="truncated or damaged"):
         ExitHeads.load(tmp_path)
-    assert torch.equal(torch.get_rng_state(), generator)
-
-
-def test_loading_draws_no_random_numbers(tmp_path):
-    some_heads().save(tmp_path)
-    generator = torch.get_rng_state()
-    ExitHeads.load(tmp_path)
     assert torch.equal(torch.get_rng_state(), generator)

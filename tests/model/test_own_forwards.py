@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import AutoConfig, LlamaForCausalLM, Qwen3ForCausalLM
 
+from selfspec import SamplingParams
 from selfspec.errors import UnsupportedModelError
 from selfspec.model.self_check import difference
-from tests.helpers import Adversary, decode, generate, make_prompts
+from tests.helpers import Adversary, decode, generate, make_prompts, tokens_of
 from tests.models import SMALL, build
 from tests.target import Target
 
@@ -65,28 +66,19 @@ class OverParts(Adversary):
 
 
 @pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("engine", ["auto", "views"])
-def test_whatever_a_forward_does_to_logits_tokens_are_generates(name, engine):
+def test_whatever_a_forward_does_to_logits_tokens_are_generates_and_no_head_differs(name):
     model, prompts = changed(name), make_prompts([12, 7])
-    target = Target(model, engine=engine)
-    assert target.engine == "views"
+    target = Target(model)
+    assert target.backend == "views"
     expected = [generate(model, prompt, 16) for prompt in prompts]
-    assert [c.tokens for c in target.generate(prompts, max_new_tokens=16)] == expected
-    for seed in range(2):
-        assert [c.tokens for c in decode(target, prompts, OverParts(seed, 4), max_new_tokens=16)] == expected
+    assert tokens_of(decode(target, prompts, OverParts(0, 4), SamplingParams(max_tokens=16))) == expected
+    with torch.inference_mode():
+        check_partial_logits(target.stack, is_by_value=name in ("logits are multiplied", "logits are capped"))
 
 
-@pytest.mark.parametrize("name", ["ids are masked by the lowest number", "a bias is added per id"])
-def test_a_larger_vocabulary_is_adaptives_default_too(name):
-    model, [prompt] = changed(name, Qwen3ForCausalLM, "qwen3", vocab_size=256), make_prompts([9])
-    [done] = Target(model).generate([prompt], max_new_tokens=24)
-    assert done.tokens == generate(model, prompt, 24)
-
-
-@pytest.mark.parametrize("name", CHANGES)
-@torch.inference_mode()
-def test_logits_over_a_part_of_the_vocabulary_are_the_models_own_or_there_are_none(name):
-    stack, generator = Target(changed(name)).stack, torch.Generator().manual_seed(1)
+def check_partial_logits(stack, is_by_value):
+    """Logits over a part of the vocabulary are the model's own; only a change that asks for no id has them."""
+    generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(5, 32, generator=generator)
     wanted = stack.logits(hidden, 2)
     top = torch.stack([torch.randperm(96, generator=generator)[:32] for _ in hidden])
@@ -97,19 +89,13 @@ def test_logits_over_a_part_of_the_vocabulary_are_the_models_own_or_there_are_no
     logits, tokens = stack.draft_logits(hidden, 2, 20)
     expected = wanted if tokens is None else wanted[:, tokens]
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-    by_value = name in ("logits are multiplied", "logits are capped")  # whatever the id
-    assert (short is not None, tokens is not None) == (by_value, by_value)
+    assert (short is not None, tokens is not None) == (is_by_value, is_by_value)
 
 
-@pytest.mark.parametrize("name", ["ids are masked by the lowest number", "logits are multiplied"])
-def test_an_exact_stack_leaves_out_the_same_heads(name):
-    target, prompts = Target(changed(name)), make_prompts([12, 7])
-    plain = [c.tokens for c in target.generate(prompts, max_new_tokens=12, exact=True, policy="plain")]
-    assert [c.tokens for c in target.generate(prompts, max_new_tokens=12, exact=True)] == plain
-    hidden, top = torch.zeros(1, 3, 32), torch.arange(32).expand(3, -1)
-    for stack in (target.stack, target.exact_stack):
-        with torch.inference_mode():
-            assert (stack.short_logits(hidden, top, [1]) is None) == (name != "logits are multiplied")
+def test_a_larger_vocabulary_is_adaptives_default_too():
+    model, [prompt] = changed("a bias is added per id", Qwen3ForCausalLM, "qwen3", vocab_size=256), make_prompts([9])
+    [done] = Target(model).generate([prompt], max_tokens=24)
+    assert done.token_ids == generate(model, prompt, 24)
 
 
 def test_a_faster_body_is_not_taken_for_a_known_class_whose_forward_was_replaced(monkeypatch):
@@ -124,9 +110,9 @@ def test_a_faster_body_is_not_taken_for_a_known_class_whose_forward_was_replaced
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
     target = Target(model)
-    assert target.engine == "views"
+    assert target.backend == "views"
     expected = generate(model, prompt, 12)
-    assert target.generate([prompt], max_new_tokens=12)[0].tokens == expected != unchanged
+    assert target.generate([prompt], max_tokens=12)[0].token_ids == expected != unchanged
 
 
 def test_a_head_that_depends_on_how_many_tokens_share_a_call_is_refused():
@@ -150,8 +136,8 @@ def test_lookup_drafts_what_a_mask_forbids_and_it_is_refused():
     model = changed("ids are masked by the lowest number")
     prompt = [5, 7, 6, 5, 7, 6, 5, 7, 6, 5, 7, 6, 5]
     target = Target(model)
-    [done] = target.generate([prompt], max_new_tokens=16, drafts=["lookup"])
-    assert done.tokens == generate(model, prompt, 16) and not set(done.tokens) & set(BANNED)
+    [done] = target.generate([prompt], max_tokens=16, drafters=["lookup"])
+    assert done.token_ids == generate(model, prompt, 16) and not set(done.token_ids) & set(BANNED)
 
 
 def test_a_forward_that_looks_at_tokens_as_well_is_refused():

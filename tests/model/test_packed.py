@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from selfspec.executors.cpu.packed import Packed, fits_half
 from selfspec.kernels import compiled_call as c
-from selfspec.kernels.room import LargePageAllocator
+from selfspec.kernels.large_pages import LargePageAllocator
 from selfspec.model.draft_vocabulary import DraftHead
 from selfspec.model.llama_weights import Linear
 from tests.helpers import generate, make_prompts
@@ -115,16 +115,16 @@ def test_the_smallest_kind_is_taken_that_loses_nothing():
 
 def test_a_model_whose_weights_no_longer_fit_half_is_packed_whole_and_back():
     model, [prompt] = rounded(build("qwen2")), make_prompts([9])
-    target = Target(model, engine="compiled")
+    target = Target(model, backend="compiled")
     up = model.model.layers[1].mlp.up_proj.weight
 
     def decode():
-        tokens = target.generate([prompt], max_new_tokens=8, exit_layer=2)[0].tokens
+        tokens = target.generate([prompt], max_tokens=8, exit_layer=2)[0].token_ids
         assert tokens == generate(model, prompt, 8)
         return tokens
 
     first, small = decode(), target.stack.compiled.num_bytes
-    whole = Target(build("qwen2"), engine="compiled").stack.compiled.num_bytes
+    whole = Target(build("qwen2"), backend="compiled").stack.compiled.num_bytes
     assert 1.5 * small < whole
     before = up.detach().clone()
     with torch.no_grad():
@@ -138,7 +138,7 @@ def test_a_model_whose_weights_no_longer_fit_half_is_packed_whole_and_back():
 
 def test_a_part_of_the_vocabulary_is_packed_as_small():
     model = rounded(build("llama"))
-    stack, head = Target(model, engine="compiled").stack, DraftHead.of(model, model.lm_head)
+    stack, head = Target(model, backend="compiled").stack, DraftHead.of(model, model.lm_head)
     part = head.subset(40, stack.frequencies)
     assert stack.compiled.draft_head(part)[0].struct.kind == smallest()
     hidden = torch.randn(3, 32)

@@ -7,12 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.control.fixed import Fixed
-from selfspec.control.plan import NUM_BINS, Plan, Policy, SecondChoices, ShadowPlan, SurvivalStop
-from selfspec.decoding.engine import Engine
-from selfspec.executors.cpu.four_bit import PackedInt4
-from selfspec.kernels.room import LargePageAllocator
-from tests.helpers import generate, make_prompts
+from selfspec import SamplingParams
+from selfspec.control.published.layerskip import Fixed
+from selfspec.executors.cpu.packed import PackedInt4
+from selfspec.kernels.large_pages import LargePageAllocator
+from tests.helpers import Adversary, generate, make_prompts, run, tokens_of
 from tests.model.test_packed import multiply, weights
 from tests.models import build
 from tests.target import Target, load
@@ -68,7 +67,7 @@ def test_products_are_those_of_rounded_numbers_and_a_rows_bits_its_own(outputs, 
     assert torch.equal(got, torch.cat([multiply(packed, row) for row in x.split(1)]))
 
 
-@pytest.mark.parametrize("rows", [1, 3, 9])
+@pytest.mark.parametrize("rows", [1, 9])
 def test_products_too_large_for_a_cores_cache_are_those_of_rounded_numbers_too(rows):
     [part] = parts = weights((5000, 250))  # more than 512 KiB in 4 bits: prefetched
     x = torch.randn(rows, 250, generator=torch.Generator().manual_seed(3))
@@ -78,103 +77,51 @@ def test_products_too_large_for_a_cores_cache_are_those_of_rounded_numbers_too(r
     assert torch.equal(got, torch.cat([multiply(one, x) for one in few], 1))
 
 
-def test_products_are_near_the_real_ones():
-    [part] = parts = weights((96, 256), biased=True)
-    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(2))
-    got, wanted = multiply(PackedInt4(parts, LargePageAllocator()), x), x @ part.weight.T + part.bias
-    assert torch.nn.functional.cosine_similarity(got.flatten(), wanted.flatten(), 0) > 0.99
-
-
-def test_less_memory_than_a_sixth_of_the_weights():
-    [part] = parts = weights((512, 256))
-    assert PackedInt4(parts, LargePageAllocator()).num_bytes < part.weight.nbytes / 6
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3_text"])
-@pytest.mark.parametrize("engine", ["compiled", "views"])
+@pytest.mark.parametrize(("family", "engine"), [("qwen3", "compiled"), ("gemma3_text", "compiled"), ("llama", "views")])
 def test_output_is_that_of_generate(family, engine):
-    target, prompts = Target(build(family), engine=engine), make_prompts(RAGGED)
-    done = target.generate(prompts, policy=Fixed(2, 4, draft_bits=4), max_new_tokens=24)
-    assert [c.tokens for c in done] == [generate(target.model, prompt, 24) for prompt in prompts]
+    target, prompts = Target(build(family), backend=engine), make_prompts(RAGGED)
+    done = target.generate(prompts, policy=Fixed(2, 4, draft_bits=4), max_tokens=24)
+    assert tokens_of(done) == [generate(target.model, prompt, 24) for prompt in prompts]
     assert sum(c.stats.num_accepted_draft_tokens for c in done) > 0
-
-
-@pytest.mark.parametrize("options", [{"temperature": 0.9, "seed": 5}, {"temperature": 0.7, "top_k": 9, "seed": 1}])
-def test_sampled_output_is_that_of_plain_decoding(options):
-    target, prompts = Target(build("llama"), engine="compiled"), make_prompts(RAGGED)
-    plain = target.generate(prompts, policy="plain", max_new_tokens=20, **options)
-    drafted = target.generate(prompts, policy=Fixed(3, 4, 0.2, draft_bits=4), max_new_tokens=20, **options)
-    assert [c.tokens for c in drafted] == [c.tokens for c in plain]
-    assert sum(c.stats.num_accepted_draft_tokens for c in drafted) > 0
-
-
-class Drawn(Policy):
-    """Plans of every kind that draft by rounded copies, drawn anew each round."""
-
-    def __init__(self, seed):
-        self.random = torch.Generator().manual_seed(seed)
-
-    def draw(self, low, high):
-        return int(torch.randint(low, high + 1, (), generator=self.random))
-
-    def plan(self, rows):
-        exit_layer = self.draw(1, 3)
-        lengths = tuple(min(self.draw(0, 6), row.room - 1) for row in rows)
-        bins = tuple(torch.rand(NUM_BINS, generator=self.random).tolist())
-        return Plan(
-            exit_layer,
-            lengths,
-            stop=SurvivalStop(bins, 0.1) if self.draw(0, 1) else None,
-            second_choices=SecondChoices(bins, bins, 0.05, self.draw(0, 3)) if self.draw(0, 1) else None,
-            shadow=ShadowPlan(tuple({1, 2, 3} - {exit_layer}), (0,), 4) if self.draw(0, 1) else None,
-            draft_bits=4 if self.draw(0, 3) else None,
-            draft_vocab=30 if self.draw(0, 3) == 0 else None,
-        )
 
 
 @given(seed=st.integers(0, 2**32), temperature=st.sampled_from([0.0, 0.8]))
 def test_no_plan_changes_a_token(seed, temperature):
-    target, prompts = Target(build("llama"), engine="compiled"), make_prompts(RAGGED)
-    options = {"max_new_tokens": 16, "temperature": temperature, "seed": 3}
+    target, prompts = Target(build("llama"), backend="compiled"), make_prompts(RAGGED)
+    options = {"max_tokens": 16, "temperature": temperature, "seed": 3}
     plain = target.generate(prompts, policy="plain", **options)
-    drafted = target.generate(prompts, policy=Drawn(seed), **options)
-    assert [c.tokens for c in drafted] == [c.tokens for c in plain]
+    drafted = target.generate(prompts, policy=Adversary(seed, 4, eager=0.0), **options)
+    assert tokens_of(drafted) == tokens_of(plain)
 
 
 def drafts_of(target, draft_bits, lengths=RAGGED, **options):
-    engine, seen = Engine(target, policy=Fixed(2, 4, draft_bits=draft_bits, **options)), []
-    for prompt in make_prompts(lengths):
-        engine.submit(prompt, max_new_tokens=16)
-    while engine.has_work:
-        rows = [row for round_ in engine.step() for row in round_.rows]
-        seen += [(row.request_id, row.drafted, row.num_accepted) for row in rows]
-    return seen
+    policy = Fixed(2, 4, draft_bits=draft_bits, **options)
+    rounds = run(target, make_prompts(lengths), policy, SamplingParams(max_tokens=16)).rounds
+    return [(row.seq_id, row.drafted, row.num_accepted) for round_ in rounds for row in round_.rows]
 
 
 def test_edited_weights_are_rounded_anew():
     model = build("llama")
-    target = Target(model, engine="compiled")
+    target = Target(model, backend="compiled")
     before = drafts_of(target, 4)
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * weight.std())
     edited = drafts_of(target, 4)
-    assert edited == drafts_of(Target(model, engine="compiled"), 4) != before
+    assert edited == drafts_of(Target(model, backend="compiled"), 4) != before
 
 
 def test_copies_of_a_trained_model_are_nearly_as_often_right_as_its_layers():
-    target = load("demo", engine="compiled")
+    target = load("demo", backend="compiled")
     prompts = ["def main(argv):\n    parser =", "class Node:\n    def __init__(self", "import os\n\n\ndef read("]
-    done = {
-        bits: target.generate(prompts, policy=Fixed(4, 4, draft_bits=bits), max_new_tokens=64) for bits in (None, 4)
-    }
+    done = {bits: target.generate(prompts, policy=Fixed(4, 4, draft_bits=bits), max_tokens=64) for bits in (None, 4)}
     layers, copies = (sum(c.stats.num_accepted_draft_tokens for c in done[bits]) for bits in (None, 4))
-    assert [c.tokens for c in done[4]] == [c.tokens for c in done[None]]
+    assert tokens_of(done[4]) == tokens_of(done[None])
     assert copies > 0.9 * layers > 0
 
 
 def test_copies_draft_the_likeliest_of_a_part_of_the_vocabulary():
-    target = Target(build("llama"), engine="compiled")
+    target = Target(build("llama"), backend="compiled")
     sizes = (None, 30, target.stack.vocab_size)
     whole, part, all_of_it = (drafts_of(target, 4, RAGGED[:1], draft_vocab=size) for size in sizes)
     named = target.stack.frequencies.part(30).members
@@ -185,4 +132,4 @@ def test_copies_draft_the_likeliest_of_a_part_of_the_vocabulary():
 def test_other_numbers_of_bits_are_refused():
     target = Target(build("llama"))
     with pytest.raises(ValueError, match=r"^a plan's draft_bits must be 4 or None \(the layers themselves\), got 8$"):
-        target.generate([[3, 4]], policy=Fixed(2, 3, draft_bits=8), max_new_tokens=4)
+        target.generate([[3, 4]], policy=Fixed(2, 3, draft_bits=8), max_tokens=4)

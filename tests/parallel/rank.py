@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
 import sys
@@ -16,14 +15,15 @@ from transformers.distributed import DistributedConfig
 
 from selfspec.calibrate import profile
 from selfspec.calibrate.measure import measure
-from selfspec.control.fixed import Fixed
-from selfspec.control.plan import Plan, Policy
+from selfspec.control.plan import Policy
+from selfspec.control.published.layerskip import Fixed
+from selfspec.core import Plan
 from selfspec.errors import UnsupportedModelError
 from selfspec.model.tensor_parallel import ranks_of
 from tests.target import Target
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [40] * 20]
-OPTIONS = {"max_new_tokens": 20, "seed": [1, 2, 3]}
+OPTIONS = {"max_tokens": 20, "seed": [1, 2, 3]}
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 
 
@@ -34,7 +34,7 @@ class Dice(Policy):
         self.random, self.seen = random.Random(seed), 0
 
     def plan(self, rows):
-        lengths = tuple(self.random.randint(0, min(4, row.room - 1)) for row in rows)
+        lengths = tuple(self.random.randint(0, min(4, row.num_remaining - 1)) for row in rows)
         return Plan(self.random.randint(1, 3), lengths, self.random.choice([0.0, 0.3]))
 
     def observe(self, plan, rounds):
@@ -51,22 +51,22 @@ def decode(target: Target, rank: int) -> dict[str, object]:
     dice = Dice(rank)
     told = {
         "plain": target.generate(PROMPTS, policy="plain", **OPTIONS),
-        "fixed": target.generate(PROMPTS, exit_layer=1, num_draft_tokens=3, **OPTIONS),
-        "endless": target.generate(PROMPTS, policy=Fixed(1, 3), burst=math.inf, **OPTIONS),
+        "fixed": target.generate(PROMPTS, exit_layer=1, num_speculative_tokens=3, **OPTIONS),
+        "endless": target.generate(PROMPTS, policy=Fixed(1, 3), **OPTIONS),
         "dice": target.generate(PROMPTS, policy=dice, **OPTIONS),
-        "adaptive": target.generate(PROMPTS, policy="adaptive", max_batch_size=2, **OPTIONS),
+        "adaptive": target.generate(PROMPTS, policy="adaptive", max_num_seqs=2, **OPTIONS),
         "sampled": target.generate(PROMPTS, exit_layer=2, **OPTIONS, **SAMPLED),
         "responses": [target.generate(PROMPTS, policy="pld", reuse_responses=True, **OPTIONS) for _ in range(2)][1],
-        "exact": target.generate(PROMPTS, policy=Dice(rank), exact=True, **OPTIONS),
     }
     again = sum(one.stats.num_accepted_draft_tokens for one in told["responses"])
-    return {name: [one.tokens for one in done] for name, done in told.items()} | {"asked": dice.seen, "again": again}
+    return {name: [one.token_ids for one in done] for name, done in told.items()} | {"asked": dice.seen, "again": again}
 
 
 def refusals(target: Target) -> dict[str, str]:
     """What cannot be had, in the sentences that say so."""
     told = {}
-    for name, options in {"learn": {"learn": True}, "broken": {"policy": Broken(0)}}.items():
+    asked = {"learn": {"learn": True}, "broken": {"policy": Broken(0)}, "exact": {"exact": True}}
+    for name, options in asked.items():
         try:
             target.generate(PROMPTS, **options)
         except (ValueError, RuntimeError, KeyError) as problem:

@@ -13,6 +13,7 @@ from tests.models import build
 from tests.parallel.rank import OPTIONS, PROMPTS, SAMPLED
 from tests.target import Target
 
+pytestmark = pytest.mark.slow  # two processes import torch
 ROOT = Path(__file__).parents[2]
 
 
@@ -31,7 +32,7 @@ def records(tmp_path_factory):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         started.append(subprocess.Popen([*command, str(rank)], cwd=ROOT, env=own, **pipes))
     try:
-        said = [process.communicate(timeout=180)[0] for process in started]
+        said = [process.communicate()[0] for process in started]
     finally:
         for process in started:
             process.kill()
@@ -39,11 +40,11 @@ def records(tmp_path_factory):
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)], Target(model)
 
 
-@pytest.mark.parametrize("way", ["plain", "fixed", "endless", "dice", "adaptive", "sampled", "responses", "exact"])
+@pytest.mark.parametrize("way", ["plain", "fixed", "endless", "dice", "adaptive", "sampled", "responses"])
 def test_every_way_to_decode_writes_what_one_process_writes(records, way):
     (first, second), target = records
     options = SAMPLED if way == "sampled" else {}
-    wanted = [one.tokens for one in target.generate(PROMPTS, policy="plain", **OPTIONS, **options)]
+    wanted = [one.token_ids for one in target.generate(PROMPTS, policy="plain", **OPTIONS, **options)]
     assert first[way] == second[way] == wanted
 
 
@@ -62,3 +63,4 @@ def test_what_cannot_be_had_is_said_on_every_rank(records):
         assert "no plan today" in refused["broken"]
         assert refused["broken"].startswith("KeyError" if number == 0 else "RuntimeError: the policy failed on rank 0")
         assert "tensor parallelism only, got fsdp" in refused["fsdp"]
+        assert "it is spread over several processes; decode without exact" in refused["exact"]

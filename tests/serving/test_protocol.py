@@ -157,7 +157,7 @@ WRONG = [
     ({"logprobs": 21}, "logprobs", "0..20"),
     ({"repetition_penalty": 0}, "repetition_penalty", "above 0"),
     ({"presence_penalty": 3}, "presence_penalty", "[-2, 2]"),
-    ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size", "0.."),
+    ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size", "at least 0"),
     ({"stream_options": {"unheard_of": 1}}, "stream_options.unheard_of", "no field"),
     ({"speculative": "no"}, "speculative", "valid boolean"),
     ({"\ud800": 1}, None, "valid JSON"),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from train.config import parse_config
 from train.corpus import is_held_out, read_corpus
@@ -45,11 +43,6 @@ def test_held_out_does_not_depend_on_anything_but_the_path():
     assert [is_held_out(f"{number}.py", 50.0) for number in range(6)] == [True, True, True, False, False, True]
     share = sum(is_held_out(f"pkg/{number}.py", 3.0) for number in range(5000)) / 5000
     assert 0.02 < share < 0.04
-
-
-@given(text=st.text())
-def test_tokenizer_gives_any_text_back(tokenizer, text):
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
 def test_tokenizer_adds_nothing_and_splits_a_prompt_as_the_whole_text(tokenizer):

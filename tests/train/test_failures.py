@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ from safetensors.torch import load_file
 
 from train.__main__ import main
 from train.checkpoints import checkpoint_folder, find_newest
-from train.config import MAY_DIFFER, parse_config
-from train.config_file import different_keys
+from train.config import parse_config
 from train.errors import RunFailed
 from train.run import train
 from train.trainer import EarlyExitTrainer
@@ -75,8 +73,8 @@ def test_weights_that_are_no_numbers_are_not_saved(small_settings, monkeypatch):
         train(parse_config(small_settings))
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("write failed")])
-def test_a_full_disk_leaves_the_earlier_checkpoint_whole(small_settings, command, monkeypatch, capsys, error):
+def test_a_full_disk_leaves_the_earlier_checkpoint_whole(small_settings, command, monkeypatch, capsys):
+    error = OSError(errno.ENOSPC, "No space left on device")
     plain = EarlyExitTrainer._save_optimizer_and_scheduler
 
     def full(self, folder):
@@ -129,16 +127,6 @@ def test_resuming_with_another_configuration_names_the_keys(small_settings, comm
     assert "holds no checkpoint; train first" in capsys.readouterr().err
 
 
-def test_what_changes_no_step_may_differ(small_settings):
-    config = parse_config(small_settings)
-    saved = json.loads(json.dumps({"run": {"windows": [16, 32]}, **{}}))
-    assert (
-        different_keys(saved, parse_config({"run": {"windows": [16, 32], "notes": "x", "max_steps": 9}}), MAY_DIFFER)
-        == []
-    )
-    assert "run.windows" in different_keys({}, config, MAY_DIFFER)
-
-
 @pytest.mark.parametrize("content", ["", "\n\n", "only = 1\n"])
 def test_a_data_set_with_nothing_to_hold_out_is_refused(texts, command, capsys, content):
     texts(content)
@@ -159,9 +147,6 @@ def test_too_little_text_is_refused(texts, command, capsys):
 @pytest.mark.parametrize(
     ("section", "values", "message"),
     [
-        ("run", {"windows": [1]}, "run.windows must be a list of lengths of at least 2 tokens, got (1,)"),
-        ("exits", {"period": 5}, "exits.period must be at most model.num_hidden_layers = 4, got 5"),
-        ("exits", {"perod": 5}, "exits has no key 'perod'; did you mean 'period'?"),
         ("corpus", {"root": "/none/at/all"}, "corpus.root must be a folder, got '/none/at/all'"),
         ("run", {"report_to": "paper"}, "run.report_to must be none or a reporter that is installed, got 'paper'"),
     ],

@@ -98,13 +98,6 @@ def test_weights_take_the_asked_shape():
         assert weights == pytest.approx([0.5 * raw[0] / (0.5 * raw[0] + raw[1]), raw[1] / (0.5 * raw[0] + raw[1])])
 
 
-def test_gradual_exits_join_from_the_last_to_the_first_by_half_of_the_run():
-    config = ExitConfig(curriculum="gradual", period=1)
-    by_step = [exits_at(step, step / 80, 4, config) for step in range(80)]
-    assert by_step[:10] == [(4,)] * 10 and by_step[10] == (3, 4) and by_step[19] == (3, 4)
-    assert by_step[20] == (2, 3, 4) and by_step[29] == (2, 3, 4) and by_step[30:] == [(1, 2, 3, 4)] * 50
-
-
 @given(num_layers=st.integers(2, 40), steps=st.integers(1, 1000), data=st.data())
 def test_gradual_exits_follow_the_paper_s_rule_at_every_step(num_layers, steps, data):
     step = data.draw(st.integers(0, steps - 1))

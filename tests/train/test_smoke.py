@@ -1,4 +1,4 @@
-"""The one-minute recipe, its throughput command, and the way to the hub."""
+"""The one-minute recipe, its log, and its material."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
 from train.__main__ import main
 from train.callbacks import HeldOut
@@ -15,26 +14,6 @@ from train.material import gather
 from train.run import train
 
 SMOKE = Path(__file__).parents[2] / "configs" / "train" / "smoke.yaml"
-
-
-@pytest.fixture
-def config_file(small_settings, tmp_path):
-    small_settings["run"]["export"] = str(tmp_path / "model")
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(small_settings))
-    return str(path)
-
-
-def test_the_smoke_recipe_takes_its_first_steps(small_corpus, tmp_path):
-    content = yaml.safe_load(SMOKE.read_text("utf-8"))
-    content["corpus"] |= {"root": str(small_corpus), "held_out_percent": 20.0}
-    content["model"]["vocab_size"] = 320
-    content["run"] |= {"max_steps": 2, "output": str(tmp_path / "run"), "export": str(tmp_path / "model")}
-    content["eval"] |= {"num_prompts": 2, "num_windows": 2, "new_tokens": 8}
-    path = tmp_path / "smoke.yaml"
-    path.write_text(yaml.safe_dump(content))
-    assert main([str(path)]) == 0
-    assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
 @pytest.mark.slow

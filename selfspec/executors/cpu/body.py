@@ -19,14 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selfspec.executors.cpu.buffer_pool import BufferPool
-from selfspec.executors.cpu.exit_head import PackedExitHeads
-from selfspec.executors.cpu.four_bit import PackedInt4, RoundedLayers
-from selfspec.executors.cpu.packed import Packed, fits_half, pack_layer
+from selfspec.executors.cpu.packed import Packed, PackedExitHeads, PackedInt4, RoundedLayers, fits_half, pack_layer
 from selfspec.executors.cpu.rotary import RotaryTables
 from selfspec.executors.cpu.shadow import shadow_picks
 from selfspec.kernels import compiled_call as c
+from selfspec.kernels.large_pages import LargePageAllocator
 from selfspec.kernels.layout import Norm
-from selfspec.kernels.room import LargePageAllocator
 from selfspec.model.draft_vocabulary import Subset
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.kv_cache import PackedRows, PagedCache
@@ -90,7 +88,7 @@ class CompiledBody:
         self.version = 0
         """How often `refresh` found edited weights."""
         self.buffer_pool = BufferPool()
-        """Buffers of compiled rounds; see `selfspec.executors.cpu.rounds`."""
+        """Buffers of compiled rounds; see `selfspec.executors.cpu.executor`."""
         self.threads_for_few: int | None = None
         """Maximum threads for calls of at most `FEW` tokens. None: all of torch's threads."""
         self.exit_heads = PackedExitHeads()

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from selfspec.executors.cpu.body import FEW, CompiledBody
-from selfspec.executors.cpu.exit_head import PackedExitHead
-from selfspec.executors.cpu.packed import Packed
+from selfspec.executors.cpu.packed import Packed, PackedExitHead
 from selfspec.executors.cpu.pick_data import LogprobBuffers, PickData
 from selfspec.executors.logprobs import TokenLogprobs
 from selfspec.kernels import compiled_call as c

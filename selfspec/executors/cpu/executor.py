@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import abc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,8 +12,9 @@ from selfspec.control.plan import CONFIDENCE_EDGES, SurvivalStop, table_of
 from selfspec.core import LOOKUP, Plan, RoundOutput, RowRound, Sequence, StageSeconds
 from selfspec.executors.after_round import add_shadow_picks
 from selfspec.executors.base import Executor, RoundDraft, next_exit
-from selfspec.executors.cpu.body import CompiledBody
+from selfspec.executors.cpu.body import FEW, CompiledBody
 from selfspec.executors.cpu.buffers import (
+    Buffers,
     Drafter,
     HiddenStateBuffers,
     ProgramLimits,
@@ -21,19 +23,112 @@ from selfspec.executors.cpu.buffers import (
     StopRule,
 )
 from selfspec.executors.cpu.pick_data import PickData
-from selfspec.executors.cpu.rounds import CompiledRounds, max_rounds
 from selfspec.executors.penalties import Penalties
-from selfspec.executors.pick import filtered
 from selfspec.executors.picker import Picker, packed_params
+from selfspec.kernels import compiled_call as c
+from selfspec.kernels.pick import filtered
 from selfspec.model.kv_cache import PagedCache, Span
 from selfspec.model.stack import Stack
+
+MIN_DRAFT_CAPACITY = 8  # drafted tokens per row that buffers are made for; larger capacities are powers of two
+MAX_ROUNDS, MAX_ROUNDS_OF_MANY_ROWS = 256, 64  # per call
+MAX_ROUNDS_TIMES_ROWS = 1024  # bounds the memory of calls of more than `MAX_ROUNDS_OF_MANY_ROWS` rounds
+
+
+def max_rounds(count: int) -> int:
+    """The maximum number of rounds per call of `count` rows."""
+    return min(MAX_ROUNDS, max(MAX_ROUNDS_OF_MANY_ROWS, MAX_ROUNDS_TIMES_ROWS // count))
+
+
+class CompiledRounds:
+    """Runs rounds of one engine's rows. Their buffers come from the body's pool and return to it."""
+
+    def __init__(self, body: CompiledBody) -> None:
+        self.body, self._lib = body, c.functions()
+
+    def run(
+        self,
+        cache: PagedCache,
+        rows: abc.Sequence[Span],
+        last: abc.Sequence[int],
+        sampling: bytes,
+        capacities: abc.Sequence[int],
+        drafter: Drafter | None,
+        limits: ProgramLimits,
+        given: abc.Sequence[abc.Sequence[int]] | None = None,
+        hidden_states: HiddenStateBuffers | None = None,
+        data: PickData | None = None,
+    ) -> list[RoundResult]:
+        """Draft and verify for every row, and return the results of all rounds.
+
+        Keys and values are written from each row's last token on.
+
+        Args:
+            rows: per row, the position of its last token and the maximum number of tokens that layers draft.
+            last: per row, its last token.
+            sampling: `kernels.compiled_pick.sampling_bytes` of each row, joined.
+            capacities: per row, the maximum number of drafted tokens.
+            drafter: the layers that draft; None: no layer drafts.
+            limits: when the program ends; at most `max_rounds` rounds.
+            given: per row, a draft that was made elsewhere; for a single round.
+            hidden_states: where to write hidden states and logits, for a single round. All layers then process all
+                tokens, those that have drafted, too.
+            data: the contents of rows with penalties, and the number of log-probabilities that rows request.
+
+        Raises:
+            MemoryError: the buffers of a round cannot be allocated.
+        """
+        body, lengths, num_rounds = self.body, [row.length for row in rows], limits.num_rounds
+        drafts = lengths if given is None else [len(tokens) for tokens in given]
+        max_draft = max(*drafts, *lengths, min(limits.max_lookup_draft, max(capacities)), 1)
+        longest = max([row.start + n for row, n in zip(rows, drafts, strict=True)]) + 1
+        if num_rounds > 1 or limits.table is not None:  # no row exceeds its capacity
+            full = max([row.start + own for row, own in zip(rows, capacities, strict=True)]) + 1
+            longest = max(longest, min(longest + num_rounds * (max_draft + 1), full))
+        model, layers = body.structs(cache)
+        round_capacity = 1 if num_rounds == 1 else max_rounds(len(rows))
+        size = len(rows), max(MIN_DRAFT_CAPACITY, 1 << (max_draft - 1).bit_length()), round_capacity
+        buffers = body.buffer_pool.take(size) or Buffers(body, *size)
+        draft, verify = buffers.draft, buffers.verify
+        buffers.write_inputs(rows, lengths, last, sampling, capacities)
+        for row, tokens in enumerate(given or ()):
+            buffers.write_draft(row, tokens)
+        tables = body.tables(longest)
+        if tables is not buffers.tables:
+            buffers.tables = tables
+            draft.cos, draft.sin = tables[0].data_ptr(), tables[1].data_ptr()
+        embedding = body.embedding_rows()
+        draft.embedding = ctypes.addressof(embedding)
+        head = body.packed_head.struct  # held here: `refresh` in another thread may replace it
+        verify.layers, verify.longest, verify.head = ctypes.addressof(layers), longest, ctypes.addressof(head)
+        verify.threads_few, verify.threads = body.threads(1), body.threads(FEW + 1)
+        verify.exit_layer = 0 if drafter is None else drafter.exit_layer
+        if drafter is not None:
+            rounded = drafter.rounded
+            drafters = body.rounded_structs(cache, drafter.exit_layer)[1] if rounded else layers
+            verify.drafters, verify.are_copies = ctypes.addressof(drafters), rounded
+            draft_head = drafter.head[0].struct
+            verify.draft_head = ctypes.addressof(draft_head)
+            buffers.set_drafter(drafter)
+        buffers.set_hidden_states(hidden_states)
+        logprobs = buffers.set_picks(data)
+        buffers.set_limits(limits, drafter is None)
+        has_failed = self._lib.selfspec_program(ctypes.byref(model), *buffers.arguments)
+        results = [] if has_failed else buffers.read_results(drafter, logprobs)
+        body.buffer_pool.give_back(buffers)
+        if has_failed:
+            num_tokens = sum(drafts) + len(rows)
+            raise MemoryError(
+                f"there is too little memory for a round of {num_tokens} tokens; decode fewer rows at once"
+            )
+        return results
 
 
 class CpuExecutor(Executor):
     """Runs plans by compiled code; it serves stacks whose layers are compiled. Picks equal the eager executor's.
 
-    One call runs a whole program, up to the number of rounds that its buffers hold. Rounds with a probe and rounds that
-    keep logits take one call each.
+    A plan's alternatives are left out. One call runs a whole plan, up to the number of rounds that its buffers hold.
+    Rounds with a probe and rounds that keep logits take one call each.
     """
 
     def __init__(
@@ -45,7 +140,7 @@ class CpuExecutor(Executor):
 
     def serves(self, rows: list[Sequence], plan: Plan) -> bool:
         """Whether the plan can run in compiled code; see `Executor.serves`."""
-        if self._rounds is None or plan.keep_divergence or plan.alternatives or any(row.has_processors for row in rows):
+        if self._rounds is None or plan.keep_divergence or any(row.has_processors for row in rows):
             return False
         if any(_may_ban_all_tokens(row, self.stack.vocab_size) for row in rows):
             return False
@@ -107,10 +202,10 @@ class CpuExecutor(Executor):
             lengths = [min(length, room) for length, room in zip(plan.draft_lengths, capacities, strict=True)]
         drafter = self._drafter(plan) if plan.exit_layer and given is None else None
         spans = [Span(row.pages, row.num_tokens - 1, n) for row, n in zip(rows, lengths, strict=True)]
-        last, how = [row.token_ids[-1] for row in rows], packed_params([row.request.params for row in rows])
+        last, params = [row.token_ids[-1] for row in rows], packed_params([row.request.params for row in rows])
         data = PickData.of(rows, self.stack.vocab_size)
         results = self._rounds.run(
-            self.cache, spans, last, how, capacities, drafter, limits, given, hidden_states, data
+            self.cache, spans, last, params, capacities, drafter, limits, given, hidden_states, data
         )
         inside = sum([sum(result.draft_seconds) + sum(result.verify_seconds) for result in results])
         overhead = seconds.now() - begin - inside

@@ -1,16 +1,20 @@
-"""`Packed`: weights in the order in which compiled products read them, in the smallest lossless format."""
+"""`Packed`: weights in the order in which compiled products read them, also of exit heads and of 4-bit copies."""
 
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Collection, Sequence
 from itertools import accumulate
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from selfspec.kernels import compiled_call as c
-from selfspec.kernels.room import LargePageAllocator
+from selfspec.kernels.large_pages import LargePageAllocator
+from selfspec.model.exit_heads import EPS, ExitHead, ExitHeads
 from selfspec.model.llama_weights import Layer, Linear
 
 UNPAIRED = 1 << 40  # outputs before a gap; more than any weight has, so there is none
@@ -145,3 +149,105 @@ def fits_half(weight: Tensor) -> bool:
         return True
     weight = weight.detach().float().contiguous()
     return bool(c.functions().selfspec_fits_half(weight.data_ptr(), weight.numel()))
+
+
+class PackedExitHead:
+    """The packed products of a head, and its norm in float32.
+
+    Attributes:
+        struct: the structure for compiled functions.
+    """
+
+    def __init__(self, head: ExitHead) -> None:
+        memory = LargePageAllocator()
+        self._norm = cast(Tensor, head.norm)
+        self._gate_up = Packed([Linear(head.gate, None), Linear(head.up, None)], memory, paired=True)
+        self._down = Packed([Linear(head.down, None)], memory)
+        self._weights = [*head.parameters()]
+        with torch.inference_mode(False):  # used in later calls, outside of inference mode, too
+            self._norm_copy = self._norm.detach().to(torch.float32, copy=True)
+        self.struct = c.ExitHead(self._gate_up.struct, self._down.struct, self._norm_copy.data_ptr(), EPS)
+        self._num_edits = self._count_edits()
+
+    def refresh(self) -> None:
+        """Pack the weights again if they were edited in place since the last call, as online learning does."""
+        if (num_edits := self._count_edits()) != self._num_edits:
+            self._gate_up.fill()
+            self._down.fill()
+            self._norm_copy.copy_(self._norm.detach())
+            self.struct.gate_up, self.struct.down = self._gate_up.struct, self._down.struct
+            self._num_edits = num_edits
+
+    def _count_edits(self) -> int:
+        return sum(0 if weight.is_inference() else weight._version for weight in self._weights)
+
+
+class PackedExitHeads:
+    """The packed heads of a body, made at their first use."""
+
+    def __init__(self) -> None:
+        self._packed: WeakKeyDictionary[ExitHead, PackedExitHead] = WeakKeyDictionary()
+
+    def of(self, heads: ExitHeads | None, exit_layer: int) -> PackedExitHead | None:
+        """The packed head of an exit layer with its current weights; None: the layer has none."""
+        if heads is None or exit_layer not in heads.layers:
+            return None
+        head = cast(ExitHead, heads.heads[str(exit_layer)])
+        packed = self._packed.get(head)
+        if packed is None:
+            packed = self._packed[head] = PackedExitHead(head)
+        packed.refresh()
+        return packed
+
+
+class PackedInt4(Packed):
+    """A product's weights in 4 bits. Each block of an output's inputs has one scale; see `kernels/cpu/blocks.h`."""
+
+    reads_blocks = False
+
+    def _kinds(self) -> list[int]:
+        return [c.INT4]
+
+
+class RoundedLayers:
+    """4-bit copies of a compiled body's layers and head. Each is made at its first use.
+
+    A copy takes a seventh of the memory of float32 weights.
+    """
+
+    def __init__(self, layers: Sequence[Layer], head: Linear) -> None:
+        self._weights, self._head_weight = layers, head
+        self._memory = LargePageAllocator()
+        self._layers: list[tuple[Packed, ...]] = []
+        self._head: PackedInt4 | None = None
+        self._lock = threading.Lock()  # several threads may draft
+
+    @property
+    def head(self) -> Packed:
+        """The 4-bit head."""
+        with self._lock:
+            if self._head is None:
+                self._head = PackedInt4([self._head_weight], self._memory)
+            return self._head
+
+    def structs(self, layers: Any, count: int) -> Any:
+        """The structures of the first `count` layers with 4-bit weights.
+
+        Args:
+            layers: the structures of the same layers with unrounded weights, whose other fields are copied.
+        """
+        with self._lock:
+            while len(self._layers) < count:
+                self._layers.append(pack_layer(self._weights[len(self._layers)], PackedInt4, self._memory))
+        made = (c.Layer * count)()
+        for i, products in enumerate(self._layers[:count]):
+            ctypes.memmove(ctypes.byref(made[i]), ctypes.byref(layers[i]), ctypes.sizeof(c.Layer))
+            made[i].qkv, made[i].o, made[i].gate_up, made[i].down = (one.struct for one in products)
+        return made
+
+    def fill(self, edited: Collection[int] = ()) -> None:
+        """Copy the current weights of the model into the copies made so far; `edited` as for `Packed.fill`."""
+        self._weights = [layer.without(edited) for layer in self._weights]
+        self._head_weight = self._head_weight.without(edited)
+        for one in [*([] if self._head is None else [self._head]), *(p for layer in self._layers for p in layer)]:
+            one.fill(edited)

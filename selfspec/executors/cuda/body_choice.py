@@ -19,7 +19,7 @@ from selfspec.executors.cuda.fused_body import FusedBody
 from selfspec.executors.cuda.packed_linear import Packing
 from selfspec.executors.cuda.shapes import Shape
 from selfspec.executors.cuda.static_rows import LayersInputs, StaticRows
-from selfspec.model.kv_cache import PagedCache, Span, Tree
+from selfspec.model.kv_cache import PagedCache, Span
 from selfspec.model.llama_weights import LlamaWeights
 
 _log = logging.getLogger("selfspec")
@@ -29,11 +29,11 @@ MAX_MEMORY_SHARE = 0.5  # share of the free memory that packed copies may take
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 MAX_ROUNDINGS = 4.0  # products summed in another order differ by up to about 1.5
 PAGE = 16
-CALLS = (  # two ragged rows, then what follows them: a chain and a tree
+CALLS = (  # two ragged rows, then what follows them
     (Span([2, 0], 0, 7), Span([1, 3], 0, 14)),
-    (Span([2, 0], 7, 1), Span([1, 3], 14, 5, Tree((-1, 0, 0, 1, 2)))),
+    (Span([2, 0], 7, 1), Span([1, 3], 14, 5)),
 )
-CALL_SHAPE = Shape(24, 4, 16, 2 * PAGE, True)  # more places and slots than the calls have
+CALL_SHAPE = Shape(24, 4, 16, 2 * PAGE)  # more places and slots than the calls have
 CONTEXT = 64  # tokens before the one that is measured
 REPEATS, REPLAYS = 3, 10  # measurements, and replays in each
 
@@ -94,7 +94,7 @@ def packing_of(weights: LlamaWeights, owned: bool) -> Packing:
 def layers_error(stack: Any, body: FusedBody) -> float:
     """How far the hidden states of fused layers are from the views', in roundings; `MAX_ROUNDINGS` are allowed.
 
-    Ragged rows, padding, rows that go on, and a tree. Each layer starts from the views' hidden states, scaled down to
+    Ragged rows, padding, and rows that go on. Each layer starts from the views' hidden states, scaled down to
     about the norm of what the layer adds: the rounding of a larger hidden state would hide it. Of a difference, one
     rounding of the hidden state itself is left out; the rest is relative, in norm, to what the layer adds.
     """

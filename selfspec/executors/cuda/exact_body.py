@@ -91,12 +91,10 @@ class ExactBody(FusedBody):
 
 def filled_layout(layout: Layout, count: int) -> Layout:
     """The layout with padding after its last place, `count` places in all."""
-    trees = layout.trees
     return layout._replace(
         rows=fill_up(layout.rows, count, -1),
         slots=fill_up(layout.slots, count, -1),
         positions=fill_up(layout.positions, count),
-        trees=trees and trees._replace(ancestors=fill_up(trees.ancestors, count)),
     )
 
 

@@ -15,8 +15,8 @@ from selfspec.executors.cuda.rounds import RecordedRounds
 class CudaExecutor(Executor):
     """Replays recorded rounds of the stack's runner.
 
-    It serves neither rows with penalties, log-probabilities or logits processors, nor plans with shadow picks or
-    divergences.
+    It serves neither rows with penalties, log-probabilities or logits processors, nor plans with shadow picks,
+    divergences or second choices.
 
     Args:
         fallback: runs the rounds that cannot be recorded, because of their shape or of the model.
@@ -31,9 +31,11 @@ class CudaExecutor(Executor):
     def serves(self, rows: list[Sequence], plan: Plan) -> bool:
         """Whether the runner may record rounds of this plan; see `Executor.serves`."""
         runner = self.stack.runner
-        if runner is None or len(rows) > runner.max_rows or plan.shadow is not None or plan.keep_divergence:
+        if runner is None or len(rows) > runner.max_rows:
             return False
-        if plan.alternatives is not None or any(row.has_processors or row.request.keep_logits for row in rows):
+        if plan.shadow is not None or plan.keep_divergence or plan.alternatives is not None:
+            return False
+        if any(row.has_processors or row.request.keep_logits for row in rows):
             return False
         return not any(row.request.params.penalizes or row.request.params.logprobs is not None for row in rows)
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from selfspec.control.plan import NUM_BINS, Alternatives, SurvivalStop
-from selfspec.executors.cuda.host_records import HostRecords
+from selfspec.control.plan import NUM_BINS, SurvivalStop
 from selfspec.executors.cuda.static_rows import fill_pages, upload
 from selfspec.model.draft_vocabulary import HeldSubset
-from selfspec.model.kv_cache import PagedCache, Tree
+from selfspec.model.kv_cache import PagedCache
 
-FIELDS = ("last", "content", "room", "drafts", "seed", "top_k", "temperature", "top_p", "min_p")
-"""Columns of the uploaded rows. The first ones are those of `kernels.layout.LAST`, `CONTENT` and `ROOM`."""
+FIELDS = ("last", "content", "remaining", "drafts", "seed", "top_k", "temperature", "top_p", "min_p")
+"""Columns of the uploaded rows. The first ones are those of `kernels.layout.LAST`, `CONTENT` and `REMAINING`."""
+MAX_IN_FLIGHT = 2  # rounds: the host reads the record of one while the device runs the next
 
 
 class RoundRow(NamedTuple):
@@ -25,9 +25,9 @@ class RoundRow(NamedTuple):
     pages: Sequence[int]
     content: int  # number of tokens that it holds; the last one has no keys and values yet
     last: int  # its last token
-    room: int  # tokens that it may still emit
+    remaining: int  # tokens that it may still emit
     eos: Sequence[int]  # tokens that end it
-    drafts: int  # maximum number of tokens to draft, or the number of given ones; below `room` on the device
+    drafts: int  # maximum number of tokens to draft, or the number of given ones; below `remaining` on the device
     given: Sequence[int]  # drafted tokens, if no layer drafts
     temperature: float
     top_k: int
@@ -48,34 +48,25 @@ class RoundKey(NamedTuple):
     filtered: bool  # whether a row has top_k, top_p or min_p
     stop: str  # the stop rule: "none", "confidence", "survival"
     vocab: int = 0  # size of the part of the vocabulary that is drafted over; 0: all of it
-    seconds: int = 0  # maximum second choices per row; 0: drafts are chains
-
-    @property
-    def nodes(self) -> int:
-        """Places per row for the nodes of its draft."""
-        return self.width + self.seconds
 
 
 class RowResult(NamedTuple):
     """The result of a round for one row."""
 
-    drafted: list[int]  # the chain, then second choices
+    drafted: list[int]
     accepted: int  # number of accepted drafted tokens
     block: list[int]  # accepted drafted tokens and the target's next token, before any cut; empty if it ended before
-    kept: int  # tokens of the block up to the one that ends the row, at most the row's room
+    kept: int  # tokens of the block up to the one that ends the row, at most the row's remaining ones
     confidences: tuple[float, ...]  # of drafted tokens; empty if not reported
-    chain: int = 0  # drafted tokens without second choices
-    tree: Tree | None = None  # None: no second choice was drafted
-    node: int = 0  # the accepted second choice; 0: none
 
     @property
-    def path(self) -> Sequence[int]:
+    def path(self) -> range:
         """The accepted nodes, from node 0 on."""
-        return [*range(self.accepted), self.node] if self.node else range(self.accepted + 1)
+        return range(self.accepted + 1)
 
 
 class RoundInputs:
-    """The input buffers of one recorded round, and the places on the host for its results.
+    """The input buffers of one recorded round, and the buffers on the host for its results.
 
     The rows are empty slots until they are filled. A round changes them into the rows of the next round.
     """
@@ -86,27 +77,19 @@ class RoundInputs:
         columns = len(FIELDS) + key.most_eos + key.width
         self.rows = torch.zeros((key.slots, columns), dtype=torch.int64, device=device)
         self.stops = torch.zeros(2 + NUM_BINS, dtype=torch.float64, device=device)
-        self.rule = torch.zeros(2 + 2 * NUM_BINS, dtype=torch.float64, device=device)
-        """Of second choices: `least`, `enough`, `right` and `second`; see `kernels.draft_tree.grow`."""
         self.pages = torch.zeros((key.slots, cache.pages_for(key.most_tokens)), dtype=torch.int32, device=device)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of device memory of the buffers."""
-        return sum(one.nbytes for one in (self.rows, self.stops, self.rule, self.pages))
+        return sum(one.nbytes for one in (self.rows, self.stops, self.pages))
 
     @property
     def shared(self) -> tuple[HeldSubset, ...]:
         """Buffers that other recordings read, too."""
         return () if self.part is None else (self.part,)
 
-    def fill(
-        self,
-        rows: Sequence[RoundRow],
-        min_confidence: float,
-        stop: SurvivalStop | None,
-        rule: Alternatives | None = None,
-    ) -> None:
+    def fill(self, rows: Sequence[RoundRow], min_confidence: float, stop: SurvivalStop | None) -> None:
         """Write a round into the buffers. Unused slots become empty."""
         key, lines = self.key, []
         numbers = [[row.temperature, row.top_p, row.min_p] for row in rows]
@@ -114,35 +97,52 @@ class RoundInputs:
         for row, (temperature, top_p, min_p) in zip(rows, floats, strict=True):
             ids = [*row.eos, *[-1] * (key.most_eos - len(row.eos))]
             given = [*row.given, *[0] * (key.width - len(row.given))]
-            one = [row.last, row.content, row.room, row.drafts, row.seed, row.top_k, temperature, top_p, min_p]
+            one = [row.last, row.content, row.remaining, row.drafts, row.seed, row.top_k, temperature, top_p, min_p]
             lines.append([*one, *ids, *given])
         empty = [0] * self.rows.shape[1]
         upload(self.rows, lines + [empty] * (key.slots - len(rows)))
         if key.stop != "none":
             upload(self.stops, [min_confidence, *((stop.least, *stop.calibration) if stop else [0.0] * (NUM_BINS + 1))])
-        if key.seconds and rule is not None:
-            upload(self.rule, [rule.least, rule.enough, *rule.right, *rule.second])
         fill_pages(self.pages, self, [row.pages for row in rows])
 
 
 def read_record(record: Tensor, num_rows: int, key: RoundKey, reports_confidence: bool) -> list[RowResult]:
-    """The results of all rows, from the record on the host: `Accepted.record`, the bits of confidences, and trees.
-
-    A tree is its numbers of nodes and of tokens of the chain, the accepted second choice, and tokens and parents of its
-    nodes.
-    """
+    """The results of all rows, from the record on the host: `Accepted.record`, and the bits of confidences."""
     width, results = key.width, list[RowResult]()
     whole = record[:num_rows].numpy()
     bits = whole[:, 3 + 2 * width : 2 + 3 * width]
-    sure = bits.astype(np.int32).view(np.float32).tolist() if reports_confidence else None
+    confidences = bits.astype(np.int32).view(np.float32).tolist() if reports_confidence else None
     for at, line in enumerate(whole.tolist()):
         length, accepted, kept = line[:3]
-        drafted, tree, node = line[3 : 3 + length], None, 0
-        if key.seconds:
-            count, length, node, *nodes = line[2 + 3 * width :]
-            drafted = nodes[1:count]
-            tree = Tree((-1, *nodes[1 + key.nodes : key.nodes + count])) if count > length + 1 else None
         block = line[3 + width : 4 + width + accepted] if kept else []
-        reported = () if sure is None else tuple(sure[at][:length])
-        results.append(RowResult(drafted, accepted, block, kept, reported, length, tree, node))
+        reported = () if confidences is None else tuple(confidences[at][:length])
+        results.append(RowResult(line[3 : 3 + length], accepted, block, kept, reported))
     return results
+
+
+class HostRecords:
+    """A ring of records on the host, pinned where the device is CUDA. A copy to it does not wait for the device."""
+
+    def __init__(self) -> None:
+        self._ring: list[tuple[Tensor, Any]] = []  # each with the event after its copy
+        self._next = 0
+
+    def send(self, record: Tensor) -> int:
+        """Begin to copy a record to the host, and return its index in the ring. The copies keep their order."""
+        if not self._ring:
+            like = {"dtype": record.dtype, "pin_memory": record.is_cuda}
+            events = [torch.cuda.Event() if record.is_cuda else None for _ in range(MAX_IN_FLIGHT)]
+            self._ring = [(torch.empty(record.shape, **like), event) for event in events]  # type: ignore[call-overload]
+        at, self._next = self._next, (self._next + 1) % MAX_IN_FLIGHT
+        held, event = self._ring[at]
+        held.copy_(record, non_blocking=True)
+        if event is not None:
+            event.record()
+        return at
+
+    def wait(self, at: int) -> Tensor:
+        """The record at an index of the ring, after its copy. It stays valid for `MAX_IN_FLIGHT` more of them."""
+        held, event = self._ring[at]
+        if event is not None:
+            event.synchronize()
+        return held

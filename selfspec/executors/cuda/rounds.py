@@ -9,21 +9,20 @@ from typing import Any
 import torch
 
 from selfspec.executors.cuda.graphs import Recorded
-from selfspec.executors.cuda.host_records import MAX_IN_FLIGHT
-from selfspec.executors.cuda.round_inputs import RoundInputs, RowResult, read_record
+from selfspec.executors.cuda.round_inputs import MAX_IN_FLIGHT, RoundInputs, RowResult, read_record
 
 
 class RecordedRounds:
     """Rounds of a batch, each of which continues where the one before ended: the device itself advances the rows.
 
-    A row that has ended, by a token or by its room, is an empty slot in later rounds.
+    A row that has ended, by a token or by its length, is an empty slot in later rounds.
 
     Args:
         made: the recording; its inputs hold the first round's rows.
         lock: held while a round is launched, since recordings share memory.
         num_rows: rows of the batch.
         reports_confidence: whether results have confidences.
-        max_rounds: rounds for which the recording has room.
+        max_rounds: rounds that the recording has capacity for.
     """
 
     def __init__(

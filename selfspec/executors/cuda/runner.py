@@ -19,13 +19,12 @@ from selfspec.control.costs import RoundLimits
 from selfspec.core import UNBOUNDED_ROUNDS, Plan
 from selfspec.executors.cuda.body_choice import Measure, choose_body
 from selfspec.executors.cuda.capture import Body, CannotCapture, Capture, CudaCapture, Recording
-from selfspec.executors.cuda.graphs import Graphs, Recorded
+from selfspec.executors.cuda.graphs import Graphs, Recorded, Storages
 from selfspec.executors.cuda.round_inputs import RoundInputs, RoundKey, RoundRow, RowResult
 from selfspec.executors.cuda.rounds import RecordedRounds
 from selfspec.executors.cuda.self_check import round_problem
 from selfspec.executors.cuda.shapes import NEW, SLOTS, TOKENS, round_up, shape_of, token_capacity
 from selfspec.executors.cuda.static_rows import LayersInputs, StaticRows
-from selfspec.executors.cuda.storage import Storages
 from selfspec.executors.cuda.whole_round import WholeRound
 from selfspec.kernels.suite import Kernels, has_triton, triton_kernels
 from selfspec.model.draft_vocabulary import HeldSubset
@@ -35,8 +34,7 @@ from selfspec.model.self_check import TOLERANCE, split_error
 
 T = TypeVar("T")
 _log = logging.getLogger("selfspec")
-MAX_WIDTH = 16  # tokens per row of a whole round, the last one and the chain
-MAX_NODES = 32  # with second choices: the attention kernel splits work for at most so many new tokens
+MAX_WIDTH = 16  # tokens per row of a whole round: the last one and the drafted ones
 MAX_ROWS = 32  # rows of a whole round
 MAX_PLACES = 256  # tokens of a whole round, which computes all of them, used or not
 BUDGET = 2 << 30  # bytes of device memory for recordings
@@ -90,9 +88,6 @@ class Runner:
         max_rows: maximum rows of a whole round. For larger batches, segments of layers are recorded.
         shares: another runner, whose recordings are within the same budget.
     """
-
-    has_trees = True
-    """Whether recorded rounds draft second choices."""
 
     def __init__(
         self,
@@ -225,9 +220,9 @@ class Runner:
                 return None
             longest = key.width - 1
             rows = [row._replace(drafts=min(row.drafts, longest), given=row.given[:longest]) for row in rows]
-            made.inputs.fill(rows, plan.min_confidence, plan.stop, plan.alternatives)
-        spare = key.most_tokens - max(row.content for row in rows) - key.seconds
-        fitting = UNBOUNDED_ROUNDS if key.most_tokens == storage.cache.room else spare // key.width
+            made.inputs.fill(rows, plan.min_confidence, plan.stop)
+        left = key.most_tokens - max(row.content for row in rows)
+        fitting = UNBOUNDED_ROUNDS if key.most_tokens == storage.cache.room else left // key.width
         return RecordedRounds(made, self._lock, len(rows), plan.reads_confidence, max(1, fitting))
 
     def with_recording(self, body: Body, use: Callable[[Recording], T]) -> T:
@@ -258,7 +253,7 @@ class Runner:
         held.take(subset)
         return held
 
-    def _round_key(self, rows: Sequence[RoundRow], room: int, plan: Plan, longest: int) -> RoundKey | None:
+    def _round_key(self, rows: Sequence[RoundRow], capacity: int, plan: Plan, longest: int) -> RoundKey | None:
         exit_layer, drafts = plan.exit_layer or 0, max(row.drafts for row in rows)
         slots = round_up(len(rows), SLOTS)
         if slots is None or len(rows) > self.max_rows:
@@ -269,16 +264,14 @@ class Runner:
         # A place more costs little in verification, but a draft step reads the early layers.
         width = longest + 1 if exit_layer else round_up(longest + 1, NEW)
         assert width is not None
-        rule = plan.alternatives if exit_layer and self.has_trees else None
-        seconds = 0 if rule is None else max(0, min(rule.most, longest, MAX_NODES - width, MAX_PLACES // slots - width))
         most_eos = 1 << max(0, max(len(row.eos) for row in rows) - 1).bit_length()
         hot = [row for row in rows if row.temperature > 0]
         filtered = any(row.top_k or row.top_p < 1 or row.min_p for row in hot)
-        most_tokens = token_capacity(max(row.content for row in rows) + width + seconds - 1, room)
+        most_tokens = token_capacity(max(row.content for row in rows) + width - 1, capacity)
         stop = "none"
         if exit_layer:
             stop = "survival" if plan.stop is not None else "confidence" if plan.min_confidence > 0 else "none"
-        return RoundKey(exit_layer, width, slots, most_tokens, most_eos, bool(hot), filtered, stop, 0, seconds)
+        return RoundKey(exit_layer, width, slots, most_tokens, most_eos, bool(hot), filtered, stop)
 
     def _recorded(self, key: Any, prepare: Callable[[], tuple[Any, Any]]) -> Recorded[Any] | None:
         """The recording of a key. It is made if there is none; None if that fails.

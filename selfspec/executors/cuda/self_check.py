@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec.core import Plan
-from selfspec.executors.cuda.kernel_check import second_choices_problem
+from selfspec.core import Plan, SamplingParams
 from selfspec.executors.cuda.round_inputs import RoundRow, RowResult
-from selfspec.kernels import reference
-from selfspec.kernels.layout import SamplingTensors
+from selfspec.kernels.pick import num_accepted, scored
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.self_check import TOLERANCE
 
@@ -45,9 +43,6 @@ def round_problem(stack: Any, runner: Any) -> str | None:
     """
     if runner.max_rows == 0:
         return None
-    different = second_choices_problem(runner.kernels, stack.device)
-    if different is not None:
-        return f"the kernel {different!r} differs from its reference"
     exit_layer = max(1, stack.num_layers // 4)
     plan = Plan(exit_layer, (NUM_DRAFTS,))
     rng = torch.Generator().manual_seed(0)
@@ -77,7 +72,7 @@ def _continues(runner: Any, cache: PagedCache, rows: list[RoundRow], plan: Plan)
     rounds.launch()
     first, second = rounds.take(), rounds.take()
     uploaded = [
-        row._replace(content=row.content + one.kept, last=one.block[one.kept - 1], room=row.room - one.kept)
+        row._replace(content=row.content + one.kept, last=one.block[one.kept - 1], remaining=row.remaining - one.kept)
         for row, one in zip(rows, first, strict=True)
     ]
     same: bool = second == runner.round(cache, uploaded, plan)
@@ -86,13 +81,13 @@ def _continues(runner: Any, cache: PagedCache, rows: list[RoundRow], plan: Plan)
 
 def _row(pages: list[int], prompt: list[int], temperature: float, seed: int) -> RoundRow:
     return RoundRow(
-        pages, len(prompt), prompt[-1], room=NUM_DRAFTS + 2, eos=(), drafts=NUM_DRAFTS, given=(),
+        pages, len(prompt), prompt[-1], remaining=NUM_DRAFTS + 2, eos=(), drafts=NUM_DRAFTS, given=(),
         temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, seed=seed,
     )  # fmt: skip
 
 
 def _expected(stack: Any, cache: PagedCache, row: RoundRow, prompt: list[int], exit_layer: int) -> Expected:
-    """Run the prompt without its last token, then draft and verify with the eager layers and the reference pick."""
+    """Run the prompt without its last token, then draft and verify with the eager layers and torch's pick."""
 
     def layers(at: int, count: int, start: int, stop: int, given: Tensor) -> Tensor:
         rows = PackedRows(cache, [Span(row.pages, at, count)], stack.device)
@@ -118,16 +113,10 @@ def _expected(stack: Any, cache: PagedCache, row: RoundRow, prompt: list[int], e
 
 def _pick(stack: Any, logits: Tensor, row: RoundRow, position: int) -> tuple[Tensor, list[bool]]:
     """Picks `[N]` at positions from `position` on, and for each whether rounding cannot change it."""
-    count, device = len(logits), logits.device
-
-    def full(value: float, dtype: torch.dtype) -> Tensor:
-        return torch.full((count,), value, dtype=dtype, device=device)
-
-    sampling = SamplingTensors(
-        full(row.temperature, torch.float32), full(0, torch.int32), full(1, torch.float32), full(0, torch.float32),
-        full(row.seed, torch.int64), position + torch.arange(count, device=device), row.temperature > 0, False,
-    )  # fmt: skip
-    scores = reference.scores(logits, sampling)
+    positions = position + torch.arange(len(logits), device=logits.device)
+    filters = {"temperature": row.temperature, "top_k": row.top_k, "top_p": row.top_p, "min_p": row.min_p}
+    params = SamplingParams(**filters, seed=row.seed)  # type: ignore[arg-type]
+    scores = scored(logits, [params] * len(logits), positions)
     best = scores.topk(2).values
     tolerance = TOLERANCE.get(stack.dtype, 0.2) * logits.std() / (row.temperature or 1.0)
     return scores.argmax(-1), (best[:, 0] - best[:, 1] > tolerance).tolist()
@@ -143,7 +132,5 @@ def _agrees(done: RowResult, wanted: Expected) -> bool:
     for place, token in enumerate(done.block):
         if token != wanted.picks[place]:
             return not wanted.picks_clear[place]
-    accepted = next(
-        (i for i, (a, b) in enumerate(zip(wanted.drafted, wanted.picks, strict=False)) if a != b), NUM_DRAFTS
-    )
+    accepted = num_accepted(wanted.drafted, wanted.picks)
     return done.accepted == accepted == len(done.block) - 1 and done.kept == len(done.block)

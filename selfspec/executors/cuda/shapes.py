@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from selfspec.model.attention_backends import fits_masks
 from selfspec.model.kv_cache import Span
 
 TOKENS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -26,7 +25,6 @@ class Shape(NamedTuple):
     slots: int  # rows
     most_new: int  # maximum new tokens per row
     most_tokens: int  # maximum tokens held per row, new ones included
-    trees: bool = False  # whether drafts may be trees
 
 
 def round_up(value: int, steps: Sequence[int]) -> int | None:
@@ -35,22 +33,22 @@ def round_up(value: int, steps: Sequence[int]) -> int | None:
     return steps[at] if at < len(steps) else None
 
 
-def token_capacity(most_tokens: int, room: int) -> int:
-    """The capacity per row in tokens, for rows of at most `most_tokens` in a cache that holds `room` tokens in all."""
-    return min(room, max(LEAST_HELD, 1 << (most_tokens - 1).bit_length()))
+def token_capacity(most_tokens: int, limit: int) -> int:
+    """The capacity per row in tokens, for rows of at most `most_tokens` in a cache that holds `limit` tokens in all."""
+    return min(limit, max(LEAST_HELD, 1 << (most_tokens - 1).bit_length()))
 
 
-def shape_of(spans: Sequence[Span], room: int) -> Shape | None:
-    """The smallest shape for a packed call; None for calls that are not recorded, such as prompts.
+def shape_of(spans: Sequence[Span], limit: int) -> Shape | None:
+    """The smallest shape for a packed call; None for calls that are not recorded, such as prompts and trees.
 
     Args:
         spans: the rows of the call.
-        room: the capacity of the cache in tokens.
+        limit: the capacity of the cache in tokens.
     """
     tokens = round_up(sum(span.length for span in spans), TOKENS)
     slots = round_up(len(spans), SLOTS)
     most_new = round_up(max(span.length for span in spans), NEW)
-    if tokens is None or slots is None or most_new is None or not fits_masks(spans):
+    if tokens is None or slots is None or most_new is None or any(span.tree is not None for span in spans):
         return None
-    most_tokens = token_capacity(max(span.start + span.length for span in spans), room)
-    return Shape(tokens, slots, most_new, most_tokens, any(span.tree is not None for span in spans))
+    most_tokens = token_capacity(max(span.start + span.length for span in spans), limit)
+    return Shape(tokens, slots, most_new, most_tokens)

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from selfspec.executors.cuda.shapes import Shape
-from selfspec.kernels.layout import MOST_NODES, Layout, Trees
+from selfspec.kernels.layout import Layout
 from selfspec.kernels.suite import Kernels
 from selfspec.model.attention import Reach
-from selfspec.model.attention_backends import tree_lines
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 
 NUMPY = {torch.int32: np.int32, torch.int64: np.int64, torch.float64: np.float64}
@@ -76,18 +75,17 @@ class LayersInputs:
         starts, counts, lengths, owners = self._ints.split([shape.slots] * 3 + [shape.tokens])
         self.layout = Layout(
             starts, counts, lengths, self._pages, owners, self._long[0], self._long[1],
-            shape.most_new, shape.most_tokens, _no_trees(shape, device) if shape.trees else None,
+            shape.most_new, shape.most_tokens,
         )  # fmt: skip
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the buffers that only this recording reads."""
-        trees = self.layout.trees or ()
-        return sum(one.nbytes for one in (self._long, self._ints, self._pages, *trees))
+        return sum(one.nbytes for one in (self._long, self._ints, self._pages))
 
     def fill(self, spans: Sequence[Span], given: Tensor) -> None:
         """Write a call into the buffers. Unused slots become empty, and unused tokens padding."""
-        size, spare = self._page_size, self.shape.slots - len(spans)
+        size, empty = self._page_size, self.shape.slots - len(spans)
         starts, owners, slots, positions = list[int](), list[int](), list[int](), list[int]()
         for row, (pages, first, count, _) in enumerate(spans):
             starts.append(len(owners))
@@ -95,24 +93,13 @@ class LayersInputs:
             positions += spans[row].positions()
             slots += [pages[p // size] * size + p % size for p in range(first, first + count)]
         padding = self.shape.tokens - len(owners)
-        counts = [span.length for span in spans] + [0] * spare
-        lengths = [span.start + span.length for span in spans] + [0] * spare
+        counts = [span.length for span in spans] + [0] * empty
+        lengths = [span.start + span.length for span in spans] + [0] * empty
         upload(self._long, [slots + [-1] * padding, positions + [0] * padding])
-        upload(self._ints, [*starts, *[0] * spare, *counts, *lengths, *owners, *[-1] * padding])
-        if self.layout.trees is not None:
-            roots, nodes, ancestors = tree_lines(spans)
-            upload(self.layout.trees.roots, roots + [0] * spare)
-            upload(self.layout.trees.positions, nodes + [[0] * MOST_NODES] * spare)
-            upload(self.layout.trees.ancestors, ancestors + [0] * padding)
+        upload(self._ints, [*starts, *[0] * empty, *counts, *lengths, *owners, *[-1] * padding])
         fill_pages(self._pages, self, [span.pages for span in spans])
         self.given[: len(owners)] = given
         self.given[len(owners) :] = 0
-
-
-def _no_trees(shape: Shape, device: torch.device) -> Trees:
-    ints = torch.zeros((1 + MOST_NODES, shape.slots), dtype=torch.int32, device=device)
-    nodes = ints[1:].view(shape.slots, MOST_NODES)
-    return Trees(ints[0], nodes, torch.zeros(shape.tokens, dtype=torch.int64, device=device))
 
 
 def upload(buffer: Tensor, values: Any) -> None:

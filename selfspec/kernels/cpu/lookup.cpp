@@ -13,7 +13,7 @@ namespace {
 constexpr int64_t NO_KEY = -1;
 constexpr int32_t SEPARATOR = -1;  // ends every text of several; also stands for the token before the first
 constexpr uint64_t MIX = 0x9E3779B97F4A7C15;
-constexpr int64_t OWN_LEAD = 3;    // that of selfspec.drafting.row_lookup
+constexpr int64_t OWN_LEAD = 3;    // that of selfspec.drafting.lookup
 
 int64_t bin_of(int64_t match) { return std::upper_bound(EDGES, std::end(EDGES), match) - EDGES; }
 
@@ -97,11 +97,6 @@ class Index : public Texts {
 
     int64_t num_tokens() const { return int64_t(content.size()); }
 
-    int64_t num_bytes() const override {
-        std::shared_lock lock(mutex);
-        return int64_t(keys.capacity() * 12 + depths.capacity() * 5 + content.capacity() * 4);
-    }
-
     void extend(int64_t token) {
         if (last.match) {
             int64_t bin = bin_of(last.match);
@@ -180,7 +175,6 @@ void* selfspec_index_new(int64_t most, int64_t size) try {
 
 void selfspec_texts_free(void* texts) { delete static_cast<Texts*>(texts); }
 
-int64_t selfspec_index_bytes(const void* index) { return index_of(index)->num_bytes(); }
 
 // The best match of a row's last tokens. others: [num_others] texts besides the own text, and their sources.
 void selfspec_lookup(const void* index, const void* const* others, const int64_t* sources, int64_t num_others,

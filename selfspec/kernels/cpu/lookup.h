@@ -22,10 +22,9 @@ class Texts {
     virtual Found find(const int32_t* end, int64_t count) const = 0;
     // Write at most n tokens that follow a match, and return their number.
     virtual int64_t draft(const Found& found, int64_t n, int64_t* out) const = 0;
-    virtual int64_t num_bytes() const { return 0; }
 };
 
-// A row's best match: see `selfspec.drafting.row_lookup`.
+// A row's best match: see `selfspec.drafting.lookup`.
 struct Choice {
     Found found;
     int64_t source, bin;  // bin: among those of all sources

@@ -1,0 +1,243 @@
+"""Exact mode on CUDA: results for a token depend, bit for bit, on it and the tokens before it alone.
+
+All calls run fused layers, from recordings where there are any. Products run in constant shapes where their rounding
+depends on shapes, and attention sums over fixed parts of a row, see `exact_body`. Tokens of a prompt that fill blocks
+of `WIDE` positions run in such blocks. Which ones depends on their positions only, not on the chunks of the prefill. So
+two rows may share a page if their tokens are equal up to its end, and the same of these positions are in wide blocks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from selfspec.errors import UnsupportedModelError
+from selfspec.executors.cuda.body_choice import MAX_ROUNDINGS, layers_error, packing_of
+from selfspec.executors.cuda.exact_body import ExactBody, with_fixed_order
+from selfspec.executors.cuda.fused_body import FusedBody
+from selfspec.executors.cuda.runner import Runner
+from selfspec.executors.cuda.self_check import round_problem
+from selfspec.executors.cuda.static_rows import StaticRows
+from selfspec.model.attention_backends import layout_of
+from selfspec.model.fingerprint import hidden_size_of
+from selfspec.model.kv_cache import PackedRows, PagedCache, Span, tensor_of
+from selfspec.model.row_counts import MULTIPLES, measured
+from selfspec.model.stack import Stack, Taps
+
+ROWS = 64  # rows of a product, where their number matters
+WIDE = 128  # tokens of a block of a prompt
+CHECKED = (600, 37, 21)  # tokens of the self-check's rows: several splits and wide blocks, and a row within a block
+STEPS = 4  # last tokens of each of these rows, run one by one, and then together
+PAGE = 8
+
+
+def exact_stack(source: Stack, rows: int = ROWS, wide: int = WIDE, checked: Sequence[int] = CHECKED) -> Stack:
+    """A stack over the same weights that runs exact mode. It shares all but the runner.
+
+    Args:
+        source: a stack that is not compiled; the results of compiled layers are exact as they are.
+        rows: the number of rows of a product.
+        wide: tokens of a block of a prompt.
+        checked: tokens of the rows of the self-check.
+
+    Raises:
+        UnsupportedModelError: the model's own modules would run, or the fused layers are not exact on this device.
+    """
+    if source.llama is None:
+        reason = "its layers are of another kind" if source.ranks is None else "it is spread over several processes"
+    elif source.runner is None or source.runner.refused is not None:
+        reason = "here its own modules run"
+    else:
+        stack = copy.copy(source)
+        try:
+            stack.runner = ExactRunner(stack, source, rows, wide)
+            reason = _problem_of(stack, stack.runner, checked)
+        except Exception as raised:  # compilers and drivers raise exceptions of any type
+            reason = f"{type(raised).__name__}: {raised}"
+        if not reason:
+            return stack
+        source.runner.graphs.forget(lambda key: True)
+    kind = getattr(source.config, "model_type", "model")
+    raise UnsupportedModelError(
+        f"{kind}: exact mode needs compiled layers on CPU or fused layers on CUDA, and {reason}; decode without exact"
+    )
+
+
+def _problem_of(stack: Stack, runner: ExactRunner, checked: Sequence[int]) -> str:
+    """What is wrong with an exact stack's layers and rounds; "" if nothing is."""
+    error = layers_error(stack, runner.narrow)
+    if not error <= MAX_ROUNDINGS:  # it may be NaN
+        return f"hidden states of fused layers differ by {error:.2g} roundings"
+    problem = round_problem(stack, runner) or runner.refused
+    if problem:
+        return problem
+    differs = difference(stack, checked)
+    return f"{differs} of fused layers depend on the other tokens of a call" if differs else runner.refused or ""
+
+
+class ExactRunner(Runner):
+    """A runner of an exact stack. It shares recordings' memory with the runner of the source.
+
+    It never leaves a call to the stack.
+
+    Args:
+        stack: a copy of `source`, which is set up for exact mode.
+        rows, wide: see `exact_stack`.
+    """
+
+    def __init__(self, stack: Stack, source: Stack, rows: int, wide: int) -> None:
+        given, body = source.runner, source.recorded
+        assert source.llama is not None
+        super().__init__(
+            stack, with_fixed_order(given.kernels), given.graphs.capture, max_rows=given.max_rows, shares=given
+        )
+        with torch.inference_mode():
+            if not isinstance(body, FusedBody):
+                body = FusedBody(source.llama, self.kernels, packing_of(source.llama, False))
+            self.narrow = ExactBody(body, self.kernels, rows, free=True)
+            self.wide = ExactBody(body, with_fixed_order(given.kernels, is_wide=True), wide, free=False)
+            hidden = torch.randn(MULTIPLES * rows, hidden_size_of(stack), generator=torch.Generator().manual_seed(0))
+            stack.head_rows = measured(source.logits, hidden.to(stack.device, stack.dtype), rows)
+        stack.wide, stack.recorded = wide, self.narrow
+
+    def run(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None = None) -> Tensor:
+        """See `Stack.run`."""
+        first, rest = parts_of(rows, self.stack.wide)
+        if not first:
+            return self._run_narrow(rows, start, stop, given, taps)
+        inner = [depth for depth in taps or {} if start < depth <= stop]
+        parts = list[tuple[Tensor, Tensor, Taps]]()  # indices, hidden states, taps
+        calls = [(self._run_wide, *call) for call in cut(first, self.stack.wide)]
+        if rest:
+            index = [at + i for span, at in rest for i in range(span.length)]
+            calls.append((self._run_narrow, [span for span, _ in rest], index))
+        for run, spans, index in calls:
+            place, seen = tensor_of(index, given.device), Taps(dict.fromkeys(inner))
+            packed = PackedRows(rows.cache, spans, rows.device)
+            parts.append((place, run(packed, start, stop, given[place], seen or None), seen))
+        if taps is not None:
+            taps.update({depth: _joined([(place, seen[depth]) for place, _, seen in parts]) for depth in inner})
+        return _joined([(place, hidden) for place, hidden, _ in parts])
+
+    def _run_wide(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None) -> Tensor:
+        return self._run_eagerly(self.wide, rows, start, stop, given, taps)
+
+    def _run_narrow(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None) -> Tensor:
+        done = super().run(rows, start, stop, given, taps)
+        return self._run_eagerly(self.narrow, rows, start, stop, given, taps) if done is None else done
+
+    def _run_eagerly(
+        self, body: ExactBody, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None
+    ) -> Tensor:
+        with torch.no_grad():
+            return body.run(StaticRows(rows.cache, layout_of(rows), body.kernels), start, stop, given, taps)
+
+
+def _joined(parts: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
+    """States in the order of a call, from parts with the indices of their tokens."""
+    index, states = (torch.cat(list(each)) for each in zip(*parts, strict=True))
+    return states[index.argsort()]
+
+
+Placed = tuple[Span, int]  # new tokens of a row, and the index of the first one in the packed call
+
+
+def parts_of(rows: PackedRows, wide: int) -> tuple[list[Placed], list[Placed]]:
+    """The tokens of a packed call that run in blocks of `wide`, and the others, in order."""
+    prompts: Sequence[int] = rows.plans.get("prompts") or [0] * len(rows.spans)  # prompt lengths, in prefill
+    first, rest, at = list[Placed](), list[Placed](), 0
+    for span, num_prompt in zip(rows.spans, prompts, strict=True):
+        n = min(span.length, max(0, num_prompt // wide * wide - span.start))
+        if n:
+            first.append((Span(span.pages, span.start, n), at))
+        if n < span.length:
+            rest.append((Span(span.pages, span.start + n, span.length - n), at + n))
+        at += span.length
+    return first, rest
+
+
+def cut(part: Sequence[Placed], width: int) -> Iterator[tuple[list[Span], list[int]]]:
+    """Pack spans into groups of `width` tokens, in order; the last one may have fewer.
+
+    Yields the spans of a group, and the indices of its tokens in the call.
+    """
+    taken, index = list[Span](), list[int]()
+    for span, at in part:
+        done = 0
+        while done < span.length:
+            count = min(span.length - done, width - len(index))
+            taken.append(Span(span.pages, span.start + done, count))
+            index += range(at + done, at + done + count)
+            done += count
+            if len(index) == width:
+                yield taken, index
+                taken, index = [], []
+    if index:
+        yield taken, index
+
+
+# ---------------------------------------------------------------------------------------------------------- self-check
+
+
+@torch.inference_mode()
+def difference(stack: Stack, lengths: Sequence[int]) -> str:
+    """Compare rows decoded alone, token by token, with the same rows in a batch, split at an exit layer.
+
+    Calls are recorded where the stack does so in decoding.
+
+    Args:
+        lengths: tokens of the rows, at least `STEPS` + 1; longer ones than the context limit are cut.
+
+    Returns:
+        What differs ("hidden states" or "logits"), or "" where nothing does.
+    """
+    generator = torch.Generator().manual_seed(0)
+    lengths = [min(n, stack.context_limit) for n in lengths]
+    prompts = [torch.randint(stack.vocab_size, (n,), generator=generator).to(stack.device) for n in lengths]
+    alone = [_alone(stack, prompt) for prompt in prompts]
+    for exit_layer in sorted({max(1, stack.num_layers // 4), stack.num_layers // 2}):
+        order = range(len(prompts)) if exit_layer % 2 else range(len(prompts))[::-1]
+        together = _together(stack, [prompts[i] for i in order], exit_layer)
+        for i, (hidden, logits) in zip(order, together, strict=True):
+            if not torch.equal(hidden, alone[i][0]):
+                return "hidden states"
+            if not torch.equal(logits, alone[i][1]):
+                return "logits"
+    return ""
+
+
+def _alone(stack: Stack, prompt: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden states and logits of the last tokens, one token per call."""
+    cache = stack.new_cache(1, len(prompt))
+    first = len(prompt) - STEPS
+
+    def read(start: int, length: int) -> Tensor:
+        rows = PackedRows(cache, [Span([0], start, length)], stack.device)
+        rows.plans["prompts"] = [first if start < first else 0]
+        return stack.run(rows, 0, stack.num_layers, prompt[start : start + length])
+
+    read(0, first)
+    hidden = [read(first + step, 1) for step in range(STEPS)]
+    return torch.cat(hidden), torch.cat([stack.logits(one) for one in hidden])
+
+
+def _together(stack: Stack, prompts: list[Tensor], exit_layer: int) -> list[tuple[Tensor, Tensor]]:
+    """The same for several rows in small pages, packed in one call, split at the exit layer."""
+    cache: PagedCache = stack.new_cache(sum(-(-len(prompt) // PAGE) for prompt in prompts), PAGE)
+    pages = [cache.reserve(len(prompt)) or [] for prompt in prompts]
+    firsts = [len(prompt) - STEPS for prompt in prompts]
+
+    def read(starts: list[int], lengths: list[int]) -> Tensor:
+        spans = [Span(*each) for each in zip(pages, starts, lengths, strict=True)]
+        rows = PackedRows(cache, spans, stack.device)
+        rows.plans["prompts"] = [end if at < end else 0 for at, end in zip(starts, firsts, strict=True)]
+        parts = zip(prompts, starts, lengths, strict=True)
+        hidden = stack.run(rows, 0, exit_layer, torch.cat([prompt[at : at + n] for prompt, at, n in parts]))
+        return stack.run(rows, exit_layer, stack.num_layers, hidden)
+
+    read([0] * len(prompts), firsts)
+    hidden = read(firsts, [STEPS] * len(prompts))
+    return list(zip(hidden.split(STEPS), stack.logits(hidden).split(STEPS), strict=True))
