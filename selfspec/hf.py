@@ -15,7 +15,7 @@ from transformers import StopStringCriteria
 from selfspec.control.plan import Policy
 from selfspec.core import RoundOutput, Sequence, SpeculativeConfig
 from selfspec.decoding.engine import MAX_STEP_SECONDS, PAGE_SIZE, LLMEngine
-from selfspec.decoding.outputs import SpecStats
+from selfspec.decoding.outputs import CompletionOutput, SpecStats
 from selfspec.drafting.datastore import Datastore
 from selfspec.errors import refuse_empty
 from selfspec.hf_call import Call
@@ -67,7 +67,7 @@ class SelfSpeculative:
     exact: bool = False
     stop_strings: str | abc.Sequence[str] | None = None
     tokenizer: Any = None
-    completions: list[Sequence] = field(default_factory=list, init=False)  # one per row of the last call
+    completions: list[CompletionOutput] = field(default_factory=list, init=False)  # one per row of the last call
     _llms: WeakKeyDictionary[nn.Module, Any] = field(default_factory=WeakKeyDictionary, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class SelfSpeculative:
     @property
     def stats(self) -> SpecStats:
         """Counts of the last call, all rows together."""
-        return sum((completion.stats for completion in self.completions), SpecStats())
+        return sum((one.stats for one in self.completions if one.stats is not None), SpecStats())
 
     def __call__(
         self,
@@ -124,9 +124,12 @@ class SelfSpeculative:
                 prefill_chunk=config.prefill_chunk_size or 512,
                 max_step_seconds=MAX_STEP_SECONDS if self.streamer is None else None,
             )
-            self.completions = self._decode(engine, call)
+            rows = self._decode(engine, call)
             llm.keep_statistics(engine)
-            return call.output(self.completions)
+            self.completions = [
+                CompletionOutput(0, "", row.completion_token_ids, row.finish_reason, stats=row.stats) for row in rows
+            ]
+            return call.output(rows)
         except BaseException:
             drop_hooks_of_call(model)
             raise

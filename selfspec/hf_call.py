@@ -1,4 +1,4 @@
-"""One call of transformers' `model.generate`, told in our words: rows without padding, and what comes out of them."""
+"""One call of transformers' `model.generate`: its rows without padding as requests, and what `generate` returns."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Call:
         self.max_new_tokens = max(1, length - input_ids.shape[1])
         self.longest = input_ids.shape[1] - min(self.starts) + self.max_new_tokens
         if (over := self.longest - limit) > 0:
-            told = f"prompt and new tokens must fit the model's context of {limit} tokens, got {self.longest}"
-            raise ValueError(f"{told}; lower max_new_tokens by {over} or shorten the prompt")
+            problem = f"prompt and new tokens must fit the model's context of {limit} tokens, got {self.longest}"
+            raise ValueError(f"{problem}; lower max_new_tokens by {over} or shorten the prompt")
         padded = enumerate(self.starts)
         self.peeled = [peel(given["logits_processor"], config.do_sample, row, padding) for row, padding in padded]
         eos = [t for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.flatten().tolist()]
@@ -93,13 +93,13 @@ class Call:
         padded = [[*row[first:width], *[self.pad] * (width - max(first, len(row)))] for row in tokens]
         return torch.tensor(padded, dtype=torch.int64)
 
-    def output(self, completions: abc.Sequence[Sequence]) -> Any:
-        new = self.columns([c.completion_token_ids for c in completions], range(len(completions))).to(self.input_ids)
+    def output(self, rows: abc.Sequence[Sequence]) -> Any:
+        new = self.columns([c.completion_token_ids for c in rows], range(len(rows))).to(self.input_ids)
         made: dict[str, Any] = {"sequences": torch.cat([self.input_ids, new], 1)}
         for name in ("scores", "logits"):
             if self.config.return_dict_in_generate and getattr(self.config, f"output_{name}"):
-                rows = pad_sequence([torch.stack(getattr(c, name)) for c in completions], batch_first=True)
-                made[name] = rows[:, : new.shape[1]].to(self.input_ids.device).unbind(1)
+                padded = pad_sequence([torch.stack(getattr(c, name)) for c in rows], batch_first=True)
+                made[name] = padded[:, : new.shape[1]].to(self.input_ids.device).unbind(1)
         return GenerateDecoderOnlyOutput(**made) if self.config.return_dict_in_generate else made["sequences"]
 
 

@@ -101,7 +101,7 @@ def test_greedy_output_equals_generate(models, family, exit_layer, num_tokens):
     assert len(spec.completions) == 2
     if exit_layer is not None:  # without one the default policy decides by measured time, and may well stay plain
         assert spec.stats.num_draft_tokens > 0
-    assert spec.stats.num_generated_tokens == sum(len(c.completion_token_ids) for c in spec.completions)
+    assert spec.stats.num_generated_tokens == sum(len(c.token_ids) for c in spec.completions)
 
 
 def test_padding_is_told_from_content(model):
@@ -121,7 +121,7 @@ def test_rows_end_at_different_steps_and_are_padded(model):
     eos = [first_new(model, inputs, at, row) for at, row in ((1, 0), (6, 1))]
     check(model, inputs, SelfSpeculative(3, 5), eos_token_id=eos[1])
     got, spec = check(model, inputs, SelfSpeculative(3, 5), eos_token_id=eos)
-    lengths = {len(c.completion_token_ids) for c in spec.completions}
+    lengths = {len(c.token_ids) for c in spec.completions}
     assert len(lengths) > 1 and (got[:, -1] == PAD).any()
     assert {c.finish_reason for c in spec.completions} >= {"stop"}
     check(model, inputs, SelfSpeculative(3, 5), eos_token_id=eos, pad_token_id=None)  # the first of them then pads
@@ -372,7 +372,7 @@ def test_dictionary_outputs_equal_generates(model):
         ours, theirs = getattr(got, name), getattr(wanted, name)
         assert isinstance(ours, tuple) and [t.shape for t in ours] == [t.shape for t in theirs]
         for row, completion in enumerate(spec.completions):
-            n = len(completion.completion_token_ids)
+            n = len(completion.token_ids)
             torch.testing.assert_close(torch.stack(ours)[:n, row], torch.stack(theirs)[:n, row], rtol=1e-4, atol=1e-4)
             assert not torch.stack(ours)[n:, row].any()
     assert not ours[0].is_inference()

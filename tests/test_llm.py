@@ -46,6 +46,10 @@ def thrown(model, seed=0, **options):
     return LLM(model, speculative=SpeculativeConfig(policy=Schedule(seed, model.config.num_hidden_layers)), **options)
 
 
+def configured(model, **options):
+    return LLM(model, speculative=SpeculativeConfig(**options))
+
+
 def tokens_of(outputs):
     return [[one.token_ids for one in output.outputs] for output in outputs]
 
@@ -349,28 +353,6 @@ def test_an_end_of_text_is_a_stop_without_a_reason(model):
     ignored = llm.generate(prompts, SamplingParams(max_tokens=64, temperature=1.5, ignore_eos=True))
     assert all(len(one.outputs[0].token_ids) == 64 for one in ignored)
     assert any(EOS in one.outputs[0].token_ids[:-1] for one in ignored)
-
-
-def test_who_ended_an_output_is_told(speaker):
-    [whole] = speaker.generate("abc", SamplingParams(max_tokens=40, temperature=1.0, seed=3))
-    tokens, text = whole.outputs[0].token_ids, whole.outputs[0].text
-    [one] = speaker.generate("abc", SamplingParams(max_tokens=40, temperature=1.0, seed=3, stop_token_ids=[tokens[9]]))
-    first = tokens.index(tokens[9])
-    assert one.outputs[0].token_ids == tokens[: first + 1]
-    assert (one.outputs[0].finish_reason, one.outputs[0].stop_reason) == ("stop", tokens[9])
-    stop = text[8:10]
-    [one] = speaker.generate("abc", SamplingParams(max_tokens=40, temperature=1.0, seed=3, stop=["never so", stop]))
-    assert one.outputs[0].text == text[: text.index(stop)]
-    assert (one.outputs[0].finish_reason, one.outputs[0].stop_reason) == ("stop", stop)
-
-
-@pytest.mark.parametrize("penalty", [{"repetition_penalty": 1.4}, {"no_repeat_ngram_size": 2}])
-def test_penalties_are_those_of_transformers(model, penalty):
-    outputs = thrown(model).generate(PROMPTS, SamplingParams(max_tokens=30, **penalty))
-    for prompt, [tokens] in zip(PROMPTS, tokens_of(outputs), strict=True):
-        ids = torch.tensor([prompt])
-        wanted = model.generate(ids, max_new_tokens=30, do_sample=False, **penalty)[0, len(prompt) :]
-        assert tokens == wanted.tolist()
 
 
 def test_logprobs_are_the_targets_whatever_drafted(speaker):

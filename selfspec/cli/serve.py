@@ -86,9 +86,9 @@ def require(extra: str, parts: Sequence[str]) -> None:
 
 def check_replicas(options: ModelOptions) -> None:
     """Refuse what several processes cannot share."""
-    require("ray", RAY_PARTS)
     if options.device not in (None, "cpu", "cuda"):
         raise Failure(f"--device must be cpu or cuda with --replicas, which take a device each, got {options.device}")
+    require("ray", RAY_PARTS)
 
 
 def _serve_replicas(

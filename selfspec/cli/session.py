@@ -123,7 +123,7 @@ def _save(learner: Learner, folder: Path | None, status: StatusConsole) -> None:
     except OSError as problem:
         raise Failure(f"--learn {folder} cannot be written to ({problem.strerror})", RUN) from problem
     share = learner.seconds / max(learner.decoding_seconds, 1e-9)
-    line = f"learned from {learner.num_lessons} rejected drafts in {learner.num_updates} updates, "
+    line = f"learned from {learner.num_examples} rejected drafts in {learner.num_updates} updates, "
     status.say(f"{line}{learner.seconds:.2f} s ({share:.1%} of decoding); saved in {folder}")
 
 

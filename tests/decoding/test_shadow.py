@@ -145,7 +145,13 @@ def probed(stack, num_layers, ways, seed, spoil=None):
     name=st.sampled_from(["small", "biased", "large"]),
     num_layers=st.integers(1, 20),
     ways=st.lists(
-        st.sampled_from([*SAMPLINGS, PENALIZED[0], SamplingParams(temperature=0.8, seed=3, repetition_penalty=0.7)]),
+        st.sampled_from(
+            [
+                *SAMPLINGS,
+                SamplingParams(repetition_penalty=1.3),
+                SamplingParams(temperature=0.8, seed=3, repetition_penalty=0.7),
+            ]
+        ),
         min_size=1,
         max_size=9,
     ),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.plan import CORPUS, NUM_LOOKUP_BINS, RESPONSES, SOURCES, LookupTable, Policy, always
-from selfspec.core import LOOKUP, Plan, Request, SamplingParams
+from selfspec.core import LOOKUP, Plan, Request, RowRound, SamplingParams
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.responses import Responses
 from selfspec.errors import UnsupportedModelError
@@ -62,6 +62,12 @@ class Checked(Run):
         return rounds
 
 
+def ends_by_token(row: RowRound) -> bool:
+    sequence = row.sequence
+    is_end = row.finish_reason == "stop" and sequence.token_ids[-1] in sequence.stopper.ends
+    return is_end or row.finish_reason == "length"
+
+
 def check(kind: str, seed: int, policy: Policy, made: Target | None = None, audit: bool = True, **texts: Any) -> Run:
     """Rows that come, go, and end in any way meanwhile have the tokens and log-probabilities of plain decoding."""
     dice = random.Random(seed)
@@ -92,7 +98,7 @@ def check(kind: str, seed: int, policy: Policy, made: Target | None = None, audi
         assert_same(run.output(request_id), plain(kind, at)[1])
     for of_plan in rounds_by_plan(run.rounds):
         for round_ in of_plan[: -1 - IN_FLIGHT.get(kind, 0)]:  # what ends a row but its text ends the plan
-            assert all(row.finish_reason != "length" for row in round_.rows)
+            assert not any(ends_by_token(row) for row in round_.rows)
     return run
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from selfspec.cli.failure import ending
 from selfspec.core import LOOKUP, Draft, SamplingParams, Sequence
 from selfspec.decoding.outputs import SpecStats
 from selfspec.drafting.lookup import RowLookup
@@ -150,6 +151,12 @@ def test_too_little_memory_is_an_error_that_costs_no_token(monkeypatch):
         run.step()
     library.is_full = False
     assert_same(run.finish().outputs[0], wanted)
+
+
+@pytest.mark.parametrize(("problem", "said"), [(MemoryError("too little"), "too little"), (MemoryError(), "memory")])
+def test_the_command_says_so_in_one_sentence(capsys, problem, said):
+    assert ending(problem) == 1
+    assert capsys.readouterr().err.startswith(f"selfspec: {said}")
 
 
 # ------------------------------------------------------------------------------- no token is left that can be sampled

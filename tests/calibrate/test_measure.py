@@ -8,7 +8,6 @@ import logging
 import math
 import random
 from threading import Event, Thread
-from time import perf_counter
 
 import pytest
 import torch
@@ -20,12 +19,17 @@ from selfspec.calibrate.overhead import EngineOverhead
 from selfspec.calibrate.readings import MOST_OF_MEDIAN, Readings, low, mean
 from selfspec.calibrate.timed_rounds import FURTHER, TimedRounds
 from selfspec.control.costs import CONTEXT, Costs, Table
-from selfspec.control.plan import Plan
+from selfspec.core import Plan, SamplingParams
 from selfspec.executors.cuda.capture import CannotCapture
+from selfspec.loading.target import Target
 from tests.cuda.standin import with_runner
+from tests.helpers import decode, tokens_of
 from tests.models import build, some_heads, tiny
 from tests.slow import slow
-from tests.target import Target
+
+
+def written(target):
+    return tokens_of(decode(target, [[5, 6, 7]], "plain", SamplingParams(max_tokens=8, temperature=0.7)))
 
 
 def tables_of(costs):
@@ -55,37 +59,37 @@ def test_every_piece_is_measured(family):
     assert {1, 3, 8, 27, 128} <= set(costs.head.points) and costs.head.points == costs.pick.points
 
 
-@pytest.mark.parametrize("heads", [(), (3,)])
+@pytest.mark.parametrize("heads", [slow(()), slow((3,))])
 def test_rounds_from_recordings_are_measured_from_recordings(heads):
-    target = Target(build("llama"), engine="views", exit_heads=some_heads(heads) if heads else None)
+    target = Target(build("llama"), backend="views", exit_heads=some_heads(heads) if heads else None)
     costs = measure(with_runner(target, max_rows=6).stack, (1, 2, 4, 6, 8), repeats=1)
     assert_sound(costs, 4)
     assert costs.recorded == target.stack.runner.limits and costs.recorded_length(4) == 15
     assert costs.plain.points == (1, 4, 6) and set(costs.early) == set(costs.late) == {1, 4, 6}
     assert set(heads) <= set(costs.early[1].points) and costs.late[1].points == (1, 2, 5, 9, 16)
-    assert costs.round(2, (4,)) > costs.plain_round(1)
 
 
-@pytest.mark.parametrize("num_layers", [2, 3, 5])
+@pytest.mark.parametrize("num_layers", [2, slow(3), slow(5)])
 def test_every_exit_layer_of_recorded_rounds_has_a_cost_of_its_own(num_layers):
-    target = with_runner(Target(build("llama", num_hidden_layers=num_layers), engine="views"), max_rows=1)
+    target = with_runner(Target(build("llama", num_hidden_layers=num_layers), backend="views"), max_rows=1)
     costs = measure(target.stack, (1,), repeats=1)
     assert costs.early[1].points == ((1,) if num_layers == 2 else (1, 2))
 
 
+@pytest.mark.slow
 def test_recorded_rounds_are_measured_within_a_short_context():
     """Also where every draft is accepted, so that rows grow fast."""
     model = build("gpt2", max_position_embeddings=50).requires_grad_(False)
     for layer in model.transformer.h[1:]:
         for end in (*layer.attn.c_proj.parameters(), *layer.mlp.c_proj.parameters()):
             end.zero_()
-    target = with_runner(Target(model, engine="views"), max_rows=4)
+    target = with_runner(Target(model, backend="views"), max_rows=4)
     assert_sound(measure(target.stack, (1, 4), repeats=2), 4)
 
 
-@pytest.mark.parametrize("failing", [0, 12, 20])
+@pytest.mark.parametrize("failing", [0, slow(12), slow(20)])
 def test_rounds_that_cannot_be_recorded_are_measured_without(failing, monkeypatch):
-    stack = with_runner(Target(build("llama"), engine="views"), max_rows=1).stack
+    stack = with_runner(Target(build("llama"), backend="views"), max_rows=1).stack
     honest, done = stack.runner.graphs.capture.record, []
 
     def record(body):
@@ -102,7 +106,7 @@ def test_rounds_that_cannot_be_recorded_are_measured_without(failing, monkeypatc
 
 def test_all_ranks_replay_a_recording_as_often(monkeypatch):
     """Recordings of a tensor-parallel model wait for the other ranks, whose clocks differ."""
-    stack, asked = with_runner(Target(build("llama"), engine="views"), max_rows=1).stack, []
+    stack, asked = with_runner(Target(build("llama"), backend="views"), max_rows=1).stack, []
 
     def agreed(value):
         if not isinstance(value, int):
@@ -118,22 +122,22 @@ def test_all_ranks_replay_a_recording_as_often(monkeypatch):
 
 def test_recordings_of_other_threads_wait_for_a_measurement():
     """They share memory, so that a replay may overwrite what another thread has not read yet."""
-    target, began, done = with_runner(Target(build("llama"), engine="views")), Event(), Event()
-    wanted = target.generate([[5, 6, 7]], max_new_tokens=4, policy="plain")
+    target, began, done = with_runner(Target(build("llama"), backend="views")), Event(), Event()
+    wanted = written(target)
 
     def decode_beside():
         began.set()
-        assert target.generate([[5, 6, 7]], max_new_tokens=4, policy="plain")[0].tokens == wanted[0].tokens
+        assert written(target) == wanted
         done.set()
 
     def use(recording):
         thread.start()
-        return began.wait(9) and done.wait(0.5)
+        return began.wait(60) and done.wait(0.5)
 
     thread = Thread(target=decode_beside)
     one = torch.ones(1)
     assert not target.stack.runner.with_recording(lambda: (one + 1,), use)
-    assert done.wait(9)
+    assert done.wait(60)
     thread.join()
 
 
@@ -151,35 +155,33 @@ def test_a_single_row_is_always_measured_and_many_rows_at_two_widths_at_least():
 
 
 def test_what_engines_spend_around_their_rounds_is_timed_again_and_again_and_leaves_nothing_behind():
-    stack = Target(build("llama"), engine="compiled").stack
+    stack = Target(build("llama"), backend="compiled").stack
     ticks = itertools.count()
     for now, least, most in (
-        (perf_counter, 0.0, 1.0),
         (lambda: 0.0, 0.0, 0.0),
         (lambda: next(ticks), 0.9 / 32, 1 / 32),
     ):
         around = EngineOverhead(stack, now)
         for rows in (1, 3, 1):
             assert least <= around.seconds(list(range(rows))) <= most
-            assert least / 4 <= around.seconds(list(range(rows)), 1e-6) <= most / (1 if now is perf_counter else 3.9)
-        if now is perf_counter:
-            assert min(around.seconds([3]), around.seconds([3], 1e-6)) > 1e-6, "no call was timed"
+            assert least / 4 <= around.seconds(list(range(rows)), 1e-6) <= most / 3.9
         assert torch.equal(stack.frequencies.top(9), torch.arange(9)), "tokens of a measurement are counted as a text's"
 
 
 @pytest.mark.parametrize("limit", [34, 35, 36, 37])
 def test_what_engines_spend_is_timed_where_rows_may_become_long_enough(limit):
-    stack = Target(build("llama", max_position_embeddings=limit), engine="compiled").stack
-    around = EngineOverhead(stack, perf_counter)
+    stack = Target(build("llama", max_position_embeddings=limit), backend="compiled").stack
+    ticks = itertools.count()
+    around = EngineOverhead(stack, lambda: next(ticks))
     assert around.fits == (limit > 34)
     if around.fits:
-        assert 0 <= around.seconds([3, 4]) < 1
+        assert 0 < around.seconds([3, 4]) <= 1 / 32
     assert_sound(measure(stack, (1, 2), repeats=1), 4)
 
 
 @pytest.mark.parametrize(
     ("family", "limit"),  # rotary positions, and a table that ends where the context does
-    [*(("llama", limit) for limit in (1, 3, 64)), *(("gpt2", limit) for limit in (2, 5, 33))],
+    [*(("llama", limit) for limit in (1, 3, 64)), *(("gpt2", limit) for limit in (2, 5))],
 )
 def test_a_tiny_context_is_enough(family, limit):
     target = Target(build(family, max_position_embeddings=limit), check=False)
@@ -250,7 +252,7 @@ def test_repeats_end_with_the_time_given_but_there_are_three_readings(monkeypatc
         measure(stack, repeats=5, **options)
         return max(int(text.split()[1]) for text in told() if text.startswith("repeat"))
 
-    assert count(within=1.0) == 3, "three repeats of 0.27 s"
+    assert count(within=0.8) == 3, "three repeats of a quarter of a second"
     assert count(within=0.01) == 3, "of a slow model, three repeats in any case"
     assert count(within=None) == 5
 
@@ -271,13 +273,12 @@ def test_of_many_rows_a_slow_model_is_measured_at_three_numbers(monkeypatch):
 def test_measuring_leaves_no_trace():
     """Neither torch's settings and generator, nor what the target writes, are touched."""
     target = tiny("llama")
-    [before] = target.generate([[5, 6, 7]], max_new_tokens=12, temperature=0.7)
+    before = written(target)
     state, threads = torch.get_rng_state(), torch.get_num_threads()
     measure(target.stack, (1, 2), repeats=1)
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    [after] = target.generate([[5, 6, 7]], max_new_tokens=12, temperature=0.7)
-    assert before.tokens == after.tokens
+    assert written(target) == before
 
 
 @pytest.mark.parametrize("num_layers", [2, 3, 4, 5, 12, 16, 80])
@@ -372,7 +373,7 @@ def test_reading_goes_by_the_longest_row_as_far_as_one_longer_row_of_two_takes_w
 
 
 def test_what_long_rows_hold_is_read_once_before_it_is_timed(monkeypatch):
-    stack = Target(build("llama", max_position_embeddings=1024), engine="compiled").stack
+    stack = Target(build("llama", max_position_embeddings=1024), backend="compiled").stack
     asked, laps = [], TimedRounds.laps
 
     def noted(self, num_rows, context, plan, further, uneven=0):
@@ -402,11 +403,11 @@ class Noting:
         return True
 
     def round(self, rows, draft):
-        self.seen.append([len(row.content) - 1 for row in rows])
+        self.seen.append([len(row.token_ids) - 1 for row in rows])
         return self.executor.round(rows, draft)
 
     def run(self, rows, plan, deadline):
-        self.seen.append([len(row.content) - 1 for row in rows])
+        self.seen.append([len(row.token_ids) - 1 for row in rows])
         return self.executor.run(rows, plan, deadline)
 
 
@@ -421,7 +422,7 @@ def lengths(monkeypatch):
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 11])
 def test_rows_hold_what_they_are_said_to_in_the_mean_and_every_second_one_more(rows, lengths):
-    rounds = TimedRounds(Target(build("llama"), engine="compiled").stack, rows, 200, 200)
+    rounds = TimedRounds(Target(build("llama"), backend="compiled").stack, rows, 200, 200)
     with torch.inference_mode():
         for uneven in (0, 50):
             rounds.laps(rows, 60, Plan(None, (0,) * rows), 0, uneven)
@@ -432,7 +433,7 @@ def test_rows_hold_what_they_are_said_to_in_the_mean_and_every_second_one_more(r
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_rows_are_as_long_as_they_are_said_to_be_by_the_time_that_counts(rows, lengths):
-    rounds = TimedRounds(Target(build("llama"), engine="compiled").stack, rows, 200, 200)
+    rounds = TimedRounds(Target(build("llama"), backend="compiled").stack, rows, 200, 200)
     with torch.inference_mode():
         for further in (FURTHER, FURTHER, 0):
             laps = rounds.laps(rows, 60, Plan(None, (0,) * rows), further)
