@@ -32,9 +32,9 @@ from eval.measurement import ROOT, device, machine, no_garbage_collection, rates
 from eval.models import params_of, with_policy
 from eval.synthetic import SHAPES, Synthetic, random_prompts, synthetic_target
 from selfspec import LLM
-from selfspec.configuration import as_plain, build, check, check_least, flags_given, option
 from selfspec.core import RoundOutput
 from selfspec.decoding.engine import LLMEngine
+from train.configuration import as_plain, build, check, check_least, flags_given, option
 
 TEMPERATURE = 0.5  # of all rows but those of peers: the acceptance of greedy outputs differs from the set one by 0.1
 DRAFT_TOKENS = 4  # of "fixed" and of transformers' early exit

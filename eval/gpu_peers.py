@@ -37,7 +37,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from eval.decoders import neutral_generation_config
 from eval.measurement import no_garbage_collection, rates, synchronize
 from eval.synthetic import Synthetic, config_of, random_prompts
-from selfspec.configuration import build, check
+from train.configuration import build, check
 
 FILE = "selfspec_peer.json"
 KEPT = 2000  # last characters of a command's messages that are kept

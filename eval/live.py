@@ -28,11 +28,11 @@ from eval.recording import prior_of
 from eval.replay import Replayed, make, parse_policy, replay
 from eval.synthetic import random_prompts, synthetic_target
 from eval.tasks import Task, TaskConfig, check_tasks, configured, open_task, parser_of, run_command, save_traces
-from selfspec.configuration import check, check_least, option
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
 from selfspec.control.registry import CHOOSES_EXIT
 from selfspec.decoding.outputs import SpecStats
+from train.configuration import check, check_least, option
 
 PLAIN, ADAPTIVE, FIXED, OTHER = "plain", "adaptive", "fixed", "other"
 ACCEPTANCES = (1.0, 0.9, 0.7, 0.5, 0.25, 0.05)  # of the synthetic targets, at exit layer 2 of 8

@@ -26,8 +26,8 @@ from eval.records import RunFolder, read_object, write_file
 from eval.report import publish
 from eval.studies import make_studies
 from eval.summary import compare_outputs, fastest_plain, summarise
-from selfspec.configuration import flags_given
 from selfspec.control.registry import NEEDS_COSTS
+from train.configuration import flags_given
 
 TEMPLATE_TOKENS = 64  # upper bound of the tokens that a chat template adds to a turn
 

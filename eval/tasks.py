@@ -26,9 +26,9 @@ from eval.recording import prior_of, record
 from eval.replay import parse_policy
 from eval.traces import Trace, load, save
 from selfspec import LLM, SamplingParams
-from selfspec.configuration import check, check_least, flags_given, option
 from selfspec.control.acceptance import is_prior
 from selfspec.control.costs import Costs
+from train.configuration import check, check_least, flags_given, option
 
 MEASURED, STORED = "measured", "stored"
 

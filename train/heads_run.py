@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from selfspec.configuration import as_plain
 from selfspec.errors import UnsupportedModelError
 from selfspec.loading import hub
 from selfspec.loading.target import Target
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.fingerprint import hidden_size_of, intermediate_size_of, weights_of
+from train.configuration import as_plain
 from train.errors import RunFailed
 from train.heads_card import Facts, table, write_card
 from train.heads_config import HeadsRun

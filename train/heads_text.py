@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from selfspec.configuration import check
 from selfspec.control.plan import Plain
 from selfspec.core import SamplingParams
 from selfspec.decoding.defaults import GenerationDefaults
 from selfspec.decoding.engine import LLMEngine, page_size_of
 from selfspec.loading.target import Target
+from train.configuration import check
 from train.heads_config import HeadsRun
 from train.samples import Sample, UserTurn, Writer, count_positions, split
 from train.sections import DataConfig, TextConfig

@@ -17,8 +17,8 @@ from eval.config import FOLDER
 from eval.gpu import Cell, GpuConfig, Rows, Shape, cells_of, counted, figures, measure_in_process, run, sizes_of
 from eval.models import with_policy
 from eval.synthetic import synthetic_target
-from selfspec.configuration import read_config
 from tests.slow import slow
+from train.configuration import read_config
 
 SMALL = str(FOLDER / "gpu_small.yaml")
 LARGE_VOCABULARY = {"vocab_size": 32768}  # `fixed` drafts over an eighth of it

@@ -9,7 +9,6 @@ import torch
 import yaml
 
 from selfspec import configuration
-from selfspec.configuration import read_yaml
 from selfspec.model.draft_vocabulary import Subset
 from selfspec.model.exit_heads import FILE, ExitHeads
 from tests.gguf_files import source_model, write_gguf
@@ -21,6 +20,7 @@ from tests.tokenizers import word_tokenizer
 from train import heads_run
 from train.__main__ import main
 from train.config import parse_config
+from train.configuration import read_yaml
 from train.heads_config import HeadsRun
 from train.heads_files import CHECKPOINT, TEXTS
 from train.heads_loss import draft_subset, exit_losses, measure
