@@ -29,8 +29,8 @@ class Call:
         self.max_new_tokens = max(1, length - input_ids.shape[1])
         self.longest = input_ids.shape[1] - min(self.starts) + self.max_new_tokens
         if (over := self.longest - limit) > 0:
-            told = f"prompt and new tokens must fit the model's context of {limit} tokens, got {self.longest}"
-            raise ValueError(f"{told}; lower max_new_tokens by {over} or shorten the prompt")
+            problem = f"prompt and new tokens must fit the model's context of {limit} tokens, got {self.longest}"
+            raise ValueError(f"{problem}; lower max_new_tokens by {over} or shorten the prompt")
         padded = enumerate(self.starts)
         self.peeled = [peel(given["logits_processor"], config.do_sample, row, padding) for row, padding in padded]
         eos = [t for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.flatten().tolist()]

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from selfspec.errors import whole
+from selfspec.learning.examples import ExampleBuffer
 from selfspec.learning.heads import extended, first_layers
-from selfspec.learning.lessons import Lessons
 from selfspec.learning.student import Student
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.stack import Stack
@@ -90,7 +90,7 @@ class Learner:
             raise ValueError("learn needs a model that was loaded outside of torch.inference_mode(); load it again")
         self.target, self.folder = target, folder
         self.share, self.every = share, every
-        self.num_lessons = self.num_updates = self.num_steps = 0
+        self.num_examples = self.num_updates = self.num_steps = 0
         self.seconds, self.decoding_seconds = 0.0, 0.0  # time of training and of decoding
         self._inner_size, self._top_k, self._buffer, self._batch_size = inner_size, top_k, buffer, batch_size
         self._lr, self._decay, self._seed, self._clock = lr, decay, seed, clock
@@ -107,7 +107,7 @@ class Learner:
     def _open(self, heads: ExitHeads | None, layers: Iterable[int] = ()) -> None:
         """Make the target draft with these heads, extended by new ones for `layers`, and start training them."""
         self._stack = stack = self.target.stack
-        self._lessons: dict[int, Lessons] = {}
+        self._examples: dict[int, ExampleBuffer] = {}
         self._remaining: dict[int, float] = {}  # by layer: positions that may still be used for training
         with torch.inference_mode(False), torch.no_grad():
             heads = extended(heads, layers, stack, self._inner_size, self._seed)
@@ -153,10 +153,10 @@ class Learner:
             return
         begun = self._clock()
         with self._lock:
-            lessons = self._lessons.setdefault(layer, Lessons(self._buffer, self._top_k))
-            lessons.add(hidden, logits)
+            examples = self._examples.setdefault(layer, ExampleBuffer(self._buffer, self._top_k))
+            examples.add(hidden, logits)
             self._remaining[layer] = min(self._remaining.get(layer, 0) + REUSE * len(hidden), REUSE * self._buffer)
-            self.num_lessons += len(hidden)
+            self.num_examples += len(hidden)
         self._take_seconds += self._add_seconds(begun)
 
     def after(self, num_ended: int, seconds: float) -> None:
@@ -195,7 +195,7 @@ class Learner:
         return spent + self._step_seconds < self.share * self.decoding_seconds
 
     def _step(self, layer: int) -> bool:
-        batch = self._lessons[layer].sample(self._batch_size, self._generator)
+        batch = self._examples[layer].sample(self._batch_size, self._generator)
         self._remaining[layer] -= self._batch_size
         try:
             good = self._student.step(self._stack, layer, batch)
@@ -204,7 +204,7 @@ class Learner:
         if good:
             self.num_steps += 1
         else:  # drop all positions, since a bad one would spoil every batch that contains it
-            self._lessons.pop(layer)
+            self._examples.pop(layer)
             self._remaining.pop(layer)
         return good
 

@@ -9,7 +9,7 @@ import torch
 
 from selfspec import SamplingParams
 from selfspec.learn import Learner
-from selfspec.learning.lessons import Lessons
+from selfspec.learning.examples import ExampleBuffer
 from selfspec.model.exit_heads import ExitHeads
 from tests.helpers import Adversary, Always, decode, make_prompts, tokens_of
 from tests.models import build
@@ -78,7 +78,7 @@ def test_true_keeps_one_learner_that_covers_the_layer_asked_for(target):
     assert 3 in learner.heads.layers
     learner.decoding_seconds = 100.0
     target.generate(make_prompts([5]), exit_layer=1, max_tokens=8, learn=True)
-    assert learner.num_lessons > 0
+    assert learner.num_examples > 0
     assert target.learner is learner and target.exit_heads is learner.heads
 
 
@@ -147,7 +147,7 @@ def test_what_is_no_number_is_forgotten_with_its_neighbours(target, part, bad):
 
 
 def test_the_oldest_lessons_make_room():
-    ring = Lessons(100, 64)
+    ring = ExampleBuffer(100, 64)
     for seed in range(30):
         ring.add(*lessons(7, seed)[1:])
     assert len(ring) == 100
@@ -176,9 +176,9 @@ def test_rows_with_processors_give_no_lessons(target):
         SamplingParams(max_tokens=16, logits_processors=lambda i, s: s),
         **engine,
     )
-    assert learner.num_lessons == 0
+    assert learner.num_examples == 0
     decode(target, make_prompts([5]), Always(2, 4), SamplingParams(max_tokens=16), **engine)
-    assert learner.num_lessons > 0
+    assert learner.num_examples > 0
 
 
 def test_nobody_elses_random_numbers_move(target):

@@ -175,7 +175,7 @@ def keep(target: Target, policy: str, learner: Learner | None, options: Drafting
     except OSError as problem:
         raise Failure(f"--learn {options.learn} cannot be written to ({problem.strerror})", RUN) from problem
     share = learner.seconds / max(learner.decoding_seconds, 1e-9)
-    line = f"learned from {learner.num_lessons} refused drafts in {learner.num_updates} updates, "
+    line = f"learned from {learner.num_examples} refused drafts in {learner.num_updates} updates, "
     line += f"{learner.seconds:.2f} s ({share:.1%} of decoding); saved in {options.learn}"
     talk.console.print(line, style="dim", soft_wrap=True)
 

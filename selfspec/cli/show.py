@@ -122,8 +122,8 @@ def stats_table(stats: SpecStats, stages: Mapping[str, float], plans: Mapping[st
     for name, share in _shares(plans or {}).items():
         table.add_row(f"  {name}", f"{share:.0%}")
     table.add_row("drafted tokens", str(stats.num_draft_tokens))
-    if stats.num_side_tokens:
-        table.add_row("  beside the branch that was followed", str(stats.num_side_tokens))
+    if stats.num_branch_tokens:
+        table.add_row("  beside the branch that was followed", str(stats.num_branch_tokens))
     table.add_row("accepted", f"{stats.num_accepted_draft_tokens} ({stats.draft_acceptance_rate:.0%})")
     for i, (joint, conditional) in enumerate(stats.acceptance_by_position(), 1):
         if i in POSITIONS:

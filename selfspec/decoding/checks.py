@@ -45,7 +45,7 @@ class CheckedPolicy:
         return plan if all(speculate) else _without(plan, speculate)
 
     def observe(self, plan: Plan, rounds: list[RoundOutput]) -> None:
-        """Tell the policy what came of its last plan; of rounds that it did not plan it is told nothing."""
+        """Let the policy observe what came of its last plan; rounds that it did not plan are left out."""
         if self._is_planned and rounds:
             self.policy.observe(plan, rounds)
 

@@ -303,13 +303,13 @@ def _most_new(taken: Settings, num_prompt_tokens: int) -> int | None:
     """Most new tokens by a config, where that says anything."""
     if "max_length" not in taken:
         return taken.get("max_new_tokens")
-    room = int(taken["max_length"]) - num_prompt_tokens
-    if room < 1:
+    most = int(taken["max_length"]) - num_prompt_tokens
+    if most < 1:
         raise ValueError(
             f"the generation config sets max_length={taken['max_length']}, which a prompt of {num_prompt_tokens} "
             f"tokens leaves no room in; give max_new_tokens, or {OVERRIDE}"
         )
-    return room
+    return most
 
 
 def _say(settings: Settings) -> str:

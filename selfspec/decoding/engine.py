@@ -415,7 +415,7 @@ class LLMEngine:
     @property
     def max_num_cached_tokens(self) -> int:
         """Tokens whose keys and values fit at once."""
-        return self.cache.room
+        return self.cache.capacity
 
     @property
     def num_pages_in_use(self) -> int:

@@ -51,7 +51,7 @@ class Scheduler:
         for index, request in enumerate(requests):
             check_request(request, self._stack, self._tokenizer is not None)
             sequence = self._sequence(request_id, index, request)
-            need, capacity = sequence.max_length - 1, self._cache.room
+            need, capacity = sequence.max_length - 1, self._cache.capacity
             if self._cache.pages_for(need) > self._cache.num_pages:
                 raise CacheFullError(
                     f"a request of {need} tokens (prompt and output) exceeds the engine's {capacity} cached tokens; "

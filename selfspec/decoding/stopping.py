@@ -52,11 +52,11 @@ class TextStream:
         cuts = [(at, s) for s in self._stop if (at := self._held.find(s)) >= 0]
         if cuts:
             at, self.found = min(cuts)
-            sure, self._held = self._held[:at], ""
-            return sure
+            certain, self._held = self._held[:at], ""
+            return certain
         keep = 0 if last else max((_overlap(self._held, s) for s in self._stop), default=0)
-        sure, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return sure
+        certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return certain
 
 
 def _overlap(text: str, stop: str) -> int:

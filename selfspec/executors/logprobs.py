@@ -28,9 +28,9 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], num_likely: int) -> li
     logprobs, value = logits.log_softmax(-1), logits.gather(1, own)
     is_before = torch.arange(vocab, device=logits.device) < own
     ranks = 1 + ((logits > value) | ((logits == value) & is_before)).sum(-1)
-    told = torch.stack([logprobs.gather(1, own)[:, 0].double(), ranks.double()]).tolist()
+    columns = torch.stack([logprobs.gather(1, own)[:, 0].double(), ranks.double()]).tolist()
     top = _likeliest(logits, logprobs, min(num_likely, vocab))
-    each = zip(tokens, *told, top, strict=True)
+    each = zip(tokens, *columns, top, strict=True)
     return [TokenLogprobs(token, logprob, int(rank), likely) for token, logprob, rank, likely in each]
 
 
@@ -40,7 +40,7 @@ def _likeliest(logits: Tensor, logprobs: Tensor, wanted: int) -> list[list[tuple
     if wanted:
         least = logits.topk(wanted).values[:, -1:]
         rows, tokens = (logits >= least).nonzero(as_tuple=True)
-        told = torch.stack([one.double() for one in (rows, tokens, logits[rows, tokens], logprobs[rows, tokens])])
-        for row, token, logit, logprob in told.t().tolist():
+        found_rows = torch.stack([one.double() for one in (rows, tokens, logits[rows, tokens], logprobs[rows, tokens])])
+        for row, token, logit, logprob in found_rows.t().tolist():
             found[int(row)].append((-logit, int(token), logprob))
     return [[(token, logprob) for _, token, logprob in sorted(own)[:wanted]] for own in found]

@@ -8,7 +8,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from selfspec.learning.lessons import Batch
+from selfspec.learning.examples import Batch
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.stack import Stack
 

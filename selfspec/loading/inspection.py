@@ -30,7 +30,7 @@ class Report:
     split_error: float | None = None  # largest logit difference, in standard deviations of the logits
     context_limit: int | None = None
     policy: str | None = None  # the default
-    exit_layer: int | None = None  # stored with the model, for policies that are told one
+    exit_layer: int | None = None  # stored with the model, for policies that need one
     num_speculative_tokens: int | None = None
 
 

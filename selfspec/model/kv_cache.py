@@ -117,7 +117,7 @@ class PagedCache:
         return len(self._free)
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """The capacity in tokens."""
         return self.num_pages * self.page_size
 
@@ -166,17 +166,17 @@ class PagedCache:
         return list(self._layers.values())
 
     def _place(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        room = (self.num_pages, self.page_size)
+        size = (self.num_pages, self.page_size)
         alike = key.shape[1:] == value.shape[1:] and key.dtype == value.dtype
         if self._pool is None and alike and self.num_layers and key.device.type == "cpu":
-            shape = (self.num_layers, 2, *room, *key.shape[1:])
+            shape = (self.num_layers, 2, *size, *key.shape[1:])
             # Zero pages of the operating system; writing zeros would take as long as the prefill of a prompt.
             self._pool = LargePageAllocator().zeros(*shape) if key.dtype == torch.float32 else key.new_zeros(shape)
         pool = self._pool
         fits = pool is not None and key.shape[1:] == pool.shape[4:] and key.dtype == pool.dtype
         if fits and alike and pool is not None and layer_idx < len(pool):
             return pool[layer_idx, 0], pool[layer_idx, 1]
-        made = key.new_zeros(*room, *key.shape[1:]), value.new_zeros(*room, *value.shape[1:])
+        made = key.new_zeros(*size, *key.shape[1:]), value.new_zeros(*size, *value.shape[1:])
         self._others += made
         return made
 

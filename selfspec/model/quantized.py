@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from selfspec.hushed import hushed
+from selfspec.quiet_imports import quiet_imports
 
 Quantize = Literal["int8", "int4"]
 KINDS: tuple[Quantize, ...] = ("int8", "int4")
@@ -36,7 +36,7 @@ def quantize(model: nn.Module, kind: str) -> nn.Module:
     """
     check_kind(kind)
     try:
-        with hushed():
+        with quiet_imports():
             from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup, quantize_
     except ImportError as problem:
         raise ImportError("quantize needs the package torchao; install it with: pip install torchao") from problem

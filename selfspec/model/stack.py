@@ -9,7 +9,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from selfspec.hushed import hushed
 from selfspec.model import attention_backends as backends
 from selfspec.model import attention_choice as fastest
 from selfspec.model.attention import NAME, attend
@@ -22,8 +21,9 @@ from selfspec.model.row_counts import RowCounts
 from selfspec.model.shortlist import ShortHead, sample_of
 from selfspec.model.tensor_parallel import ranks_of
 from selfspec.model.views import base_of, family_of, head_view, layer_view, make_twin, unwrap
+from selfspec.quiet_imports import quiet_imports
 
-with hushed():
+with quiet_imports():
     from transformers import AttentionInterface
 
 AttentionInterface.register(NAME, attend)  # no mask function: transformers then builds no mask

@@ -41,7 +41,7 @@ class Dispatcher:
         self._has_stopped = True
         self.is_draining = False
         """Whether new calls are refused while those that run end."""
-        self.room = 0
+        self.capacity = 0
         """Tokens that the engine's cache holds."""
 
     async def start(self) -> None:
@@ -52,7 +52,7 @@ class Dispatcher:
         """
         self._asyncio = asyncio.get_running_loop()
         engine: LLMEngine = await asyncio.to_thread(self._loop.start)
-        self.room, self._has_stopped = engine.max_num_cached_tokens, False
+        self.capacity, self._has_stopped = engine.max_num_cached_tokens, False
 
     async def stop(self) -> None:
         """End the engine's thread; calls that are open end with an error."""

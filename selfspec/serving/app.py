@@ -127,7 +127,7 @@ class Server:
         prompt = await self._reader.chat(asked)
         length = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
         if length is None:
-            length = max(1, min(CHAT_TOKENS, self.dispatcher.room - len(prompt), self.context_limit - len(prompt)))
+            length = max(1, min(CHAT_TOKENS, self.dispatcher.capacity - len(prompt), self.context_limit - len(prompt)))
         call = self._call("chatcmpl", asked, [prompt], length, False)
         return Answer(ChatWriter(asked, call, self.config.model), self.dispatcher)
 

@@ -95,7 +95,7 @@ def test_processors_see_the_branch_they_are_on():
     made = PROCESSORS["several"](7)
     found = [decode(target, [prompt], Adversary(seed, 4, eager=1.0), params(made, 24))[0] for seed in range(3)]
     assert tokens_of(found) == [generate(target.model, prompt, 24, made)] * 3
-    assert sum(one.stats.num_side_tokens for one in found) > 0
+    assert sum(one.stats.num_branch_tokens for one in found) > 0
 
 
 def test_a_processor_is_shown_each_positions_own_prefix():

@@ -31,7 +31,7 @@ def test_alternatives_change_no_token_of_any_family(family):
     done = decode(target, prompts, policy, SamplingParams(max_tokens=20), audit=audit_cache)
     assert tokens_of(done) == [generate(target.model, prompt, 20) for prompt in prompts]
     assert True in {row.alternative for row in policy.rows}
-    assert sum(one.stats.num_side_tokens for one in done) > 0
+    assert sum(one.stats.num_branch_tokens for one in done) > 0
 
 
 @st.composite

@@ -199,7 +199,7 @@ class CpuExecutor(Executor):
         begin, capacities = seconds.now(), [row.num_remaining - 1 for row in rows]
         lengths = [0] * len(rows)
         if plan.exit_layer and given is None:
-            lengths = [min(length, room) for length, room in zip(plan.draft_lengths, capacities, strict=True)]
+            lengths = [min(length, most) for length, most in zip(plan.draft_lengths, capacities, strict=True)]
         drafter = self._drafter(plan) if plan.exit_layer and given is None else None
         spans = [Span(row.pages, row.num_tokens - 1, n) for row, n in zip(rows, lengths, strict=True)]
         last, params = [row.token_ids[-1] for row in rows], packed_params([row.request.params for row in rows])

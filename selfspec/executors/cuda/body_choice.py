@@ -143,7 +143,7 @@ def _token_seconds(stack: Any, runner: Any, measure: Measure) -> float:
     """The seconds of a plain token, from a recording of all layers and the head as they are run now."""
     cache = runner.new_cache(1, 2 * CONTEXT)
     token = torch.zeros(1, dtype=torch.int64, device=stack.device)
-    inputs = LayersInputs(Shape(1, 1, 1, cache.room), cache, token)
+    inputs = LayersInputs(Shape(1, 1, 1, cache.capacity), cache, token)
     inputs.fill([Span([0], CONTEXT, 1)], token.clone())
 
     def body() -> tuple[Tensor, ...]:

@@ -154,7 +154,7 @@ class Runner:
         storage = self.storages.of(rows.cache)
         if storage is None or self.refused is not None or not torch.is_inference_mode_enabled():
             return None
-        shape = shape_of(rows.spans, storage.cache.room)
+        shape = shape_of(rows.spans, storage.cache.capacity)
         if shape is None:
             return None
         tapped = tuple(sorted(taps or ()))
@@ -201,7 +201,7 @@ class Runner:
         storage = self.storages.of(cache)
         if storage is None or self.refused is not None:
             return None
-        key = self._round_key(rows, storage.cache.room, plan, longest)
+        key = self._round_key(rows, storage.cache.capacity, plan, longest)
         if key is None:
             return None
         with self._lock:
@@ -222,7 +222,7 @@ class Runner:
             rows = [row._replace(drafts=min(row.drafts, longest), given=row.given[:longest]) for row in rows]
             made.inputs.fill(rows, plan.min_confidence, plan.stop)
         left = key.most_tokens - max(row.content for row in rows)
-        fitting = UNBOUNDED_ROUNDS if key.most_tokens == storage.cache.room else left // key.width
+        fitting = UNBOUNDED_ROUNDS if key.most_tokens == storage.cache.capacity else left // key.width
         return RecordedRounds(made, self._lock, len(rows), plan.reads_confidence, max(1, fitting))
 
     def with_recording(self, body: Body, use: Callable[[Recording], T]) -> T:

@@ -1,4 +1,4 @@
-"""`Lessons`: a buffer of one layer's training examples, which are positions of rejected drafts."""
+"""`ExampleBuffer`: a buffer of one layer's training examples, which are positions of rejected drafts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Batch(NamedTuple):
     log_p: Tensor  # [n, k] in fp32: their log probabilities under the target
 
 
-class Lessons:
+class ExampleBuffer:
     """A ring buffer of positions.
 
     Args:

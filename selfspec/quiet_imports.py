@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def hushed() -> Iterator[None]:
+def quiet_imports() -> Iterator[None]:
     """Hold back what torchao logs when it is imported, about kernels for other devices.
 
     transformers imports it with its models. Loggers are as they were afterwards.
