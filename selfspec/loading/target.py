@@ -231,12 +231,7 @@ class Target:
             ValueError: there is no policy of this name, or an exit layer that the model does not have.
         """
         stack = self.exact_stack if exact else self.stack
-        name, exit_layer, num_tokens = config.policy, config.exit_layer, config.num_speculative_tokens
-        if name is None:
-            name = DEFAULT_POLICY if exit_layer is None and num_tokens is None else "fixed"
-        if name not in CHOOSES_EXIT:
-            exit_layer = self.default_exit_layer if exit_layer is None else exit_layer
-            num_tokens = self.default_num_speculative_tokens if num_tokens is None else num_tokens
+        name, exit_layer, num_tokens = self._completed(config)
 
         def costs() -> Costs:
             return self.costs(max_num_seqs, exact)
@@ -254,6 +249,21 @@ class Target:
         made.set_vocabulary(stack.frequencies if stack.has_draft_heads else None)
         made.set_copies(stack.has_copies)
         return made if stack.ranks is None else RankZeroPolicy(made, stack.ranks.leads, stack.ranks.agreed)
+
+    def policy_name(self, config: SpeculativeConfig) -> str | Policy:
+        """The policy that a configuration leads to: "plain" where that drafts nothing."""
+        name, _, num_tokens = self._completed(config)
+        return "plain" if num_tokens == 0 else name
+
+    def _completed(self, config: SpeculativeConfig) -> tuple[str | Policy, int | None, int | None]:
+        """Policy, exit layer and draft length of a configuration, completed by what is stored with the model."""
+        name, exit_layer, num_tokens = config.policy, config.exit_layer, config.num_speculative_tokens
+        if name is None:
+            name = DEFAULT_POLICY if exit_layer is None and num_tokens is None else "fixed"
+        if name not in CHOOSES_EXIT:
+            exit_layer = self.default_exit_layer if exit_layer is None else exit_layer
+            num_tokens = self.default_num_speculative_tokens if num_tokens is None else num_tokens
+        return name, exit_layer, num_tokens
 
     def keep_policy(self, policy: Policy, config: SpeculativeConfig, exact: bool = False) -> None:
         """Let later calls continue with what a policy learned; its caller must not use it any more."""

@@ -17,11 +17,11 @@ from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.file_weights import FileWeights
 from selfspec.model.kv_cache import PackedRows, PagedCache
 from selfspec.model.llama_weights import LlamaWeights
+from selfspec.model.quiet_imports import quiet_imports
 from selfspec.model.row_counts import RowCounts
 from selfspec.model.shortlist import ShortHead, sample_of
 from selfspec.model.tensor_parallel import ranks_of
 from selfspec.model.views import base_of, family_of, head_view, layer_view, make_twin, unwrap
-from selfspec.quiet_imports import quiet_imports
 
 with quiet_imports():
     from transformers import AttentionInterface
