@@ -242,7 +242,7 @@ def test_kept_logits_are_the_models_own_whatever_the_schedule():
 STORIES = ["Once upon a time, there was a little girl", "The dog", "", "Lily was sad because"]
 
 
-@pytest.mark.parametrize("backend", ["compiled", "views"])
+@pytest.mark.parametrize("backend", ["compiled", slow("views")])
 def test_a_trained_checkpoint_writes_what_generate_writes_and_deeper_exits_are_right_more_often(stories, backend):
     target, rates = Target(stories.model, stories.tokenizer, backend=backend), []
     ids = [stories.tokenizer(text)["input_ids"] for text in STORIES]

@@ -137,8 +137,8 @@ def probed(stack, num_layers, ways, seed, spoil=None):
     judged = picker(logits, ways, positions).tokens
     if spoil is not None:
         hidden[0, 0, 3] = logits[0, 5] = spoil
-    given = stack, range(1, 1 + num_layers), hidden, ways, positions, logits, judged, penalty
-    return in_one_call(*given), by_torch(*given)
+    given = stack, range(1, 1 + num_layers), hidden, ways, positions, logits, judged
+    return in_one_call(*given, penalty), by_torch(*given, penalty=penalty)
 
 
 @given(
