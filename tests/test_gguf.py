@@ -103,7 +103,7 @@ def test_the_tokenizer_and_its_chat_template_come_along(file, cache, monkeypatch
 
 
 def test_the_command_line_reads_a_file_and_says_once_that_it_converts(file, cache, run):
-    first, second = (run("generate", "--model", file, "--max-new-tokens", 8, "the") for _ in range(2))
+    first, second = (run("generate", "--model", file, "--max-tokens", 8, "the") for _ in range(2))
     assert first.code == second.code == 0
     assert first.out == second.out != ""
     converting, converted = (line for line in first.err.splitlines() if "convert" in line)
