@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
+from selfspec.executors.cuda.exact import exact_stack
 from selfspec.executors.cuda.fused_body import FusedBody
 from selfspec.executors.cuda.runner import Runner
 from selfspec.kernels import reference
 from selfspec.kernels.suite import REFERENCE
 from tests.cuda.tape import Tape
+from tests.target import Target
 
 MOST_TOKENS = 128  # of a row in tests of exact mode
 
@@ -25,6 +29,14 @@ def runner_of(stack, kernels=REFERENCE, tape=None, budget=1 << 40, max_rows=8):
     """A runner of a stack on a tape."""
     tape = tape or Tape()
     return Runner(stack, tape.kernels(kernels), tape, budget, max_rows)
+
+
+class ShortBlocks(Target):
+    """A target whose exact mode has blocks so small that short prompts are read by wide ones too."""
+
+    @cached_property
+    def exact_stack(self):
+        return exact_stack(self.stack, rows=8, wide=16, checked=(37, 21, 6))
 
 
 def with_runner(target, budget=1 << 40, max_rows=8, num_bytes=None, kernels=REFERENCE, packing=None):

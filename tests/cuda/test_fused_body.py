@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from selfspec import SamplingParams
 from selfspec.executors.cuda.body_choice import MAX_ROUNDINGS, ROUNDING, layers_error
 from selfspec.executors.cuda.fused_body import FusedBody
 from selfspec.executors.cuda.packed_linear import PackedLinear
@@ -20,7 +21,7 @@ from selfspec.model.kv_cache import PagedCache
 from selfspec.model.stack import Stack
 from tests.cuda.standin import runner_of, with_runner
 from tests.cuda.test_host_copies import NoHostCopies
-from tests.helpers import Schedule, decode, generate, make_prompts
+from tests.helpers import Schedule, decode, generate, make_prompts, tokens_of
 from tests.kernels.samples import layout_of
 from tests.models import build
 from tests.slow import slow
@@ -254,15 +255,15 @@ EDITS = {
     ],
 )
 def test_edits_of_weights_are_seen(packing, edit):
-    """As after `Target.rounds`, which refreshes deeply."""
+    """As at a call, which refreshes deeply."""
     model, prompts = build("qwen2"), make_prompts([9])
-    target = with_runner(Target(model, engine="views"), packing=packing)
-    before = target.generate(prompts, max_new_tokens=12, exit_layer=1)[0].tokens
+    target = with_runner(Target(model, backend="views"), packing=packing)
+    before = target.generate(prompts, max_tokens=12, exit_layer=1)[0].token_ids
     with torch.no_grad():
         for layer in model.model.layers:
             for weight in (layer.self_attn.k_proj.weight, layer.self_attn.v_proj.bias, layer.mlp.up_proj.weight):
                 EDITS[edit](weight)
-    after = target.generate(prompts, max_new_tokens=12, exit_layer=1)[0].tokens
+    after = target.generate(prompts, max_tokens=12, exit_layer=1)[0].token_ids
     assert after == generate(model, prompts[0], 12) != before
 
 
@@ -270,17 +271,17 @@ def test_edits_of_weights_are_seen(packing, edit):
 def test_a_model_that_was_moved_is_recorded_anew(packing):
     """As after `model.cpu()` and `model.cuda()`: the device, the dtype and the parameters are those of before."""
     model, prompts = build("llama"), make_prompts([9])
-    target = with_runner(Target(model, engine="views"), packing=packing)
-    before = target.generate(prompts, max_new_tokens=6, exit_layer=1)[0].tokens
+    target = with_runner(Target(model, backend="views"), packing=packing)
+    before = target.generate(prompts, max_tokens=6, exit_layer=1)[0].token_ids
     for number in (*model.parameters(), *model.buffers()):
         number.data = number.data.clone()
     model.lm_head.weight.data = model.lm_head.weight.data.flip(0)
     recorded = target.stack.runner.graphs.num_recorded
-    after = target.generate(prompts, max_new_tokens=6, exit_layer=1)[0].tokens
+    after = target.generate(prompts, max_tokens=6, exit_layer=1)[0].token_ids
     assert after == generate(model, prompts[0], 6) != before
     recorded, earlier = target.stack.runner.graphs.num_recorded, recorded
     assert recorded > earlier
-    target.generate(prompts, max_new_tokens=6, exit_layer=1)
+    target.generate(prompts, max_tokens=6, exit_layer=1)
     assert target.stack.runner.graphs.num_recorded == recorded, "only once"
 
 
@@ -309,7 +310,7 @@ def test_a_weight_of_another_shape_is_refused():
 
 def installed(model, seconds, caplog, owned=False, **kernels):
     """A stack after `install`, where replays of the views and of fused layers seem to take these seconds."""
-    stack, times = Target(model, engine="views").stack, iter(seconds)
+    stack, times = Target(model, backend="views").stack, iter(seconds)
     with caplog.at_level(logging.INFO, "selfspec"):
         install(
             stack,
@@ -335,7 +336,7 @@ def test_fused_layers_that_are_slower_are_not_used(caplog):
 
 def test_weights_may_be_moved_where_selfspec_loaded_the_model(monkeypatch):
     owned = []
-    monkeypatch.setattr("selfspec.target.install", lambda stack, **named: owned.append(named["owned"]))
+    monkeypatch.setattr("selfspec.loading.target.install", lambda stack, **named: owned.append(named["owned"]))
     load("demo", check=False)
     load(build("llama"), check=False)
     assert owned == [True, False]
@@ -357,9 +358,9 @@ def test_fused_layers_that_are_wrong_here_are_not_used(caplog, wrong):
     stack = installed(build("llama"), (2e-3, 1e-3), caplog, gate=gate)
     assert stack.recorded is None and stack.runner is not None and stack.runner.refused is None
     assert ("no kernel image" if wrong == "raises" else "roundings") in caplog.text
-    target = Target(build("llama"), engine="views")
+    target = Target(build("llama"), backend="views")
     target.stack.runner, prompts = stack.runner, make_prompts([9])
-    assert target.generate(prompts, max_new_tokens=6, exit_layer=1)[0].tokens == generate(target.model, prompts[0], 6)
+    assert target.generate(prompts, max_tokens=6, exit_layer=1)[0].token_ids == generate(target.model, prompts[0], 6)
 
 
 # ------------------------------------------------------------------------------------------------------------- decoding
@@ -369,10 +370,10 @@ def test_fused_layers_that_are_wrong_here_are_not_used(caplog, wrong):
 def test_tokens_are_those_of_the_ordinary_engine(family, max_rows):
     prompts = make_prompts([3, 20, 11])
     model = build(family)
-    wanted = decode(Target(model), prompts, Schedule(3, 4), max_new_tokens=12)
+    params = SamplingParams(max_tokens=12)
+    wanted = decode(Target(model), prompts, Schedule(3, 4), params)
     target = with_runner(Target(model), max_rows=max_rows, packing="copy")
-    got = decode(target, prompts, Schedule(3, 4), max_new_tokens=12)
-    assert [one.tokens for one in got] == [one.tokens for one in wanted]
+    assert tokens_of(decode(target, prompts, Schedule(3, 4), params)) == tokens_of(wanted)
     runner = target.stack.runner
     assert runner.refused is None and runner.graphs.num_recorded > 0
     assert any("rotate" in kernel for made in runner.graphs.capture.made for kernel in made.kernels)
