@@ -8,7 +8,6 @@ import pytest
 import torch
 import yaml
 
-from selfspec import configuration
 from selfspec.model.draft_vocabulary import Subset
 from selfspec.model.exit_heads import FILE, ExitHeads
 from tests.gguf_files import source_model, write_gguf
@@ -17,7 +16,7 @@ from tests.models import build
 from tests.slow import slow
 from tests.target import load
 from tests.tokenizers import word_tokenizer
-from train import heads_run
+from train import configuration, heads_run
 from train.__main__ import main
 from train.config import parse_config
 from train.configuration import read_yaml
