@@ -83,7 +83,7 @@ class Session:
         self.llm = open_llm(config.model, config)
         if self.llm.tokenizer is None:
             raise ValueError("the model has no tokenizer, and questions are text; put one into the model's folder")
-        limit = self.llm.target.stack.context_limit
+        limit = self.llm.target.split.context_limit
         self.shared = Shared(self.llm.tokenizer, limit, config.max_new_tokens, config.seed)
         now = measurement.environment(self.llm, config.model)
         self.environment = read_object(self.folder.path / "environment.json") or now

@@ -46,10 +46,10 @@ def test_people_get_tables_and_later_runs_a_profile(calibrate, model_folder):
     assert all(word in done.out for word in words)
     assert "Speedup" not in done.out
     assert done.err == ""
-    stack = LLM(model_folder).target.stack
-    costs = profile.read_costs(stack)
+    split = LLM(model_folder).target.split
+    costs = profile.read_costs(split)
     assert costs.plain.points == (1, 2, 4, 8)
-    path = profile.path_of("costs", profile.costs_key(stack))
+    path = profile.path_of("costs", profile.costs_key(split))
     assert done.out.endswith(f"\nsaved in {path}\n") and path.is_file()
     assert f"{costs.plain(8) * 1e3:.3f}" in done.out
 
@@ -69,7 +69,7 @@ def test_json_is_one_document(calibrate, model_folder):
     assert (done.code, done.err) == (0, "")
     costs = Costs.from_dict(document["costs"])
     assert costs.plain.points == (1, 2, 3, 4) and "plan" not in document
-    assert costs == profile.read_costs(LLM(model_folder).target.stack)
+    assert costs == profile.read_costs(LLM(model_folder).target.split)
     assert document["model"] == str(model_folder) and document["key"]["num_layers"] == 4
     assert json.loads(Path(document["file"]).read_text("utf-8"))["key"] == document["key"]
 
@@ -83,7 +83,7 @@ def test_json_holds_the_plan_when_asked(calibrate):
 
 
 def test_a_saved_prior_says_more(calibrate, model_folder):
-    profile.save_prior(LLM(model_folder).target.stack, {"hits": [[30], [19], [1]], "misses": [[10], [1], [1]]})
+    profile.save_prior(LLM(model_folder).target.split, {"hits": [[30], [19], [1]], "misses": [[10], [1], [1]]})
     seen = json.loads(calibrate("--json", "--plan", "--batch-sizes", "1").out)["plan"]["seen"]
     assert [(choice["batch_size"], choice["exit_layer"] in (1, 2)) for choice in seen] == [(1, True)]
     assert seen[0]["acceptance"] == (0.75 if seen[0]["exit_layer"] == 1 else 0.95)

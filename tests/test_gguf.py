@@ -63,7 +63,7 @@ def test_the_target_is_the_model_that_transformers_unpacks(tmp_path, cache, kind
     file = write_gguf(tmp_path / "tiny.gguf", source, kind)
     own = unpacked(file)
     for target in (load(file), load(str(file), dtype="auto")):  # converted, then read
-        assert target.stack.dtype == torch.float32
+        assert target.split.dtype == torch.float32
         weights = target.model.state_dict()
         assert all(torch.equal(weights[name], weight) for name, weight in own.state_dict().items())
         assert target.generate([PROMPT], max_tokens=24)[0].token_ids == continuation(own)

@@ -28,7 +28,7 @@ Examples:
 
   selfspec generate 'def fibonacci(n):'
 
-  selfspec generate --show-drafts --compare 'class Stack:'
+  selfspec generate --show-drafts --compare 'class SplitModel:'
 
   git log -1 | selfspec generate --model ./my-model --temperature 0.8 --seed 7
 

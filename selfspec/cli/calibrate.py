@@ -20,7 +20,7 @@ from selfspec.cli.status import StatusConsole, make_console
 if TYPE_CHECKING:
     from selfspec.calibrate.forecast import Choice
     from selfspec.control.costs import Costs
-    from selfspec.model.stack import Stack
+    from selfspec.model.split_model import SplitModel
 
 REPEATS, MAX_SECONDS = 20, 60.0  # no further repeat is begun after so many seconds
 DEFAULT_SIZES = "1,2,4,8"
@@ -46,14 +46,14 @@ def calibrate(
             from selfspec.calibrate import forecast, profile
 
         with status.waiting(f"loading {model}"):
-            stack = open_llm(model, options).target.stack
+            split = open_llm(model, options).target.split
         with status.waiting(f"measuring {model}"):
-            costs = _measured(stack, sizes)
-        file = profile.save_costs(stack, costs)
-    key = profile.costs_key(stack)
+            costs = _measured(split, sizes)
+        file = profile.save_costs(split, costs)
+    key = profile.costs_key(split)
     plans: dict[str, list[Choice]] = {}
     if plan:
-        rates = forecast.rates_of(profile.read_prior(stack), costs.num_layers)
+        rates = forecast.rates_of(profile.read_prior(split), costs.num_layers)
         plans = {"assumed": forecast.assumed(costs, sizes), "seen": forecast.seen(costs, sizes, rates)}
     if as_json:
         document = {"model": model, "file": None if file is None else str(file), "key": key}
@@ -67,13 +67,13 @@ def calibrate(
     sys.stdout.flush()
 
 
-def _measured(stack: Stack, sizes: Sequence[int]) -> Costs:
+def _measured(split: SplitModel, sizes: Sequence[int]) -> Costs:
     import torch
 
     from selfspec.calibrate.measure import measure
 
     try:
-        return measure(stack, sizes, REPEATS, within=MAX_SECONDS)
+        return measure(split, sizes, REPEATS, within=MAX_SECONDS)
     except torch.OutOfMemoryError as problem:
         sentence = f"the device ran out of memory at up to {sizes[-1]} rows; lower --batch-sizes"
         raise Failure(sentence, RUN) from problem

@@ -80,7 +80,7 @@ class Conversation:
         self._system = system_message(system)
         self.reset()
         chat_ids(llm, [*self._messages, {"role": "user", "content": "?"}])  # refused now, if ever
-        self._max_tokens = min(llm.target.stack.context_limit, MAX_CONTEXT)
+        self._max_tokens = min(llm.target.split.context_limit, MAX_CONTEXT)
         self._num_replies = 0
         with status.waiting("preparing to decode"), as_sentences():
             self.engine = llm.engine(max_num_cached_tokens=self._max_tokens)

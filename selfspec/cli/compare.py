@@ -122,7 +122,7 @@ def _generate(llm: LLM, prompt: list[int], params: SamplingParams, count: int) -
         penalties["repetition_penalty"] = params.repetition_penalty
     if params.no_repeat_ngram_size is not None:
         penalties["no_repeat_ngram_size"] = params.no_repeat_ngram_size
-    ids = torch.tensor([prompt], device=llm.target.stack.device)
+    ids = torch.tensor([prompt], device=llm.target.split.device)
     with hub.quiet():
         start = perf_counter()
         out = model.generate(

@@ -177,7 +177,7 @@ class _Text:
         self._pieces = [Piece(prompt if len(prompt) <= PROMPT_SHOWN else "…" + prompt[-PROMPT_SHOWN:], "prompt")]
         self._num_written = 0 if sys.stdout.isatty() and self._is_coloured and not status.console.quiet else 1
         drafts_nothing = llm.target.policy_name(llm.speculative) == "plain"
-        self._legend = None if drafts_nothing else legend(llm.target.stack.num_layers)
+        self._legend = None if drafts_nothing else legend(llm.target.split.num_layers)
 
     def begin(self) -> None:
         """The arguments are right: what comes before the text."""

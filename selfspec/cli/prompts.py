@@ -131,7 +131,7 @@ def tokenize(prompts: Sequence[Prompt], llm: LLM, system: str | None, is_chat: b
     """Token ids of every prompt; each is known to fit into the context. A template writes its special tokens itself."""
     from selfspec.loading import hub
 
-    made, context_limit = list[list[int]](), llm.target.stack.context_limit
+    made, context_limit = list[list[int]](), llm.target.split.context_limit
     for prompt in prompts:
         if is_chat:
             ids = chat_ids(llm, [*system_message(system), {"role": "user", "content": prompt.text}])

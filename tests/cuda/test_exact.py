@@ -67,7 +67,7 @@ def run(target, prompts, policy, batch, keep_logits, seed=0, chunk=512, page_siz
 def test_tokens_and_logits_are_those_of_plain_decoding_alone(family, dtype, make, batch, chunk, page_size, keep_logits):
     """Whole rounds, and segments where logits are kept."""
     made = target(family, dtype)
-    runner = made.exact_stack.runner
+    runner = made.exact_split.runner
     before = runner.graphs.num_recorded
     done = run(made, make_prompts(LENGTHS), make(), batch, keep_logits, chunk=chunk, page_size=page_size)
     for one, wanted in zip(done, alone(family, dtype, keep_logits), strict=True):
@@ -80,13 +80,13 @@ def test_tokens_and_logits_are_those_of_plain_decoding_alone(family, dtype, make
 @pytest.mark.slow
 def test_the_rounding_of_products_in_float32_depends_on_rows_here():
     """Else the test above would prove little."""
-    counts = target("llama", "float32").exact_stack.runner.narrow.row_counts.values()
+    counts = target("llama", "float32").exact_split.runner.narrow.row_counts.values()
     assert not any(one.is_free for one in counts)
 
 
 def test_attention_runs_in_fixed_tiles_and_splits():
     made = target("llama", "bfloat16")
-    tape = made.exact_stack.runner.graphs.capture
+    tape = made.exact_split.runner.graphs.capture
     before = len(tape.made)
     run(made, make_prompts(LENGTHS)[:1], Schedule(4, 4), 1, False, page_size=8)
     kernels = [kernel for one in tape.made[before:] for kernel in one.kernels if kernel.startswith("attend")]
@@ -110,15 +110,15 @@ def test_what_is_not_exact_is_refused_by_name(family, kernels, reason):
         with_runner(made, kernels=kernels)
     with pytest.raises(UnsupportedModelError, match=f"{family}: exact mode needs compiled layers .* and {reason}; "):
         made.generate([[3, 4]], exact=True)
-    assert made.stack.head_rows is None and not made.stack.wide, "the ordinary mode stays as it was"
+    assert made.split.head_rows is None and not made.split.wide, "the ordinary mode stays as it was"
 
 
 def test_exit_heads_are_those_of_the_target(monkeypatch):
-    monkeypatch.setattr("selfspec.loading.target.exact_stack", copy)
+    monkeypatch.setattr("selfspec.loading.target.exact_split", copy)
     made = Target(build("llama"), backend="views")
-    assert made.exact_stack is made.exact_stack and made.exact_stack.exit_heads is None
+    assert made.exact_split is made.exact_split and made.exact_split.exit_heads is None
     made.exit_heads = ExitHeads([1], 32, 4)
-    assert made.exact_stack.exit_heads is made.stack.exit_heads is not None
+    assert made.exact_split.exit_heads is made.split.exit_heads is not None
 
 
 @pytest.mark.slow

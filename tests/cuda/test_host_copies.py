@@ -27,7 +27,7 @@ from selfspec.kernels.suite import REFERENCE
 from selfspec.model import views
 from selfspec.model.draft_vocabulary import HeldSubset
 from selfspec.model.kv_cache import PagedCache
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 from tests.cuda.standin import with_runner
 from tests.cuda.transfers import counted
 from tests.helpers import engine_of, make_prompts, request
@@ -63,7 +63,7 @@ def meta_is_served(monkeypatch):
 def on_meta(family, dtype):
     with torch.device("meta"):
         config = AutoConfig.for_model(family, **{**SMALL, **FAMILIES[family]})
-        return Stack(AutoModelForCausalLM.from_config(config, dtype=dtype).eval())
+        return SplitModel(AutoModelForCausalLM.from_config(config, dtype=dtype).eval())
 
 
 CASES = [slow(family, torch.float32) for family in FAMILIES if family not in GROUPED]
@@ -74,17 +74,17 @@ CASES += [(one, torch.bfloat16) if one in KINDS else slow(one, torch.bfloat16) f
 @pytest.mark.parametrize(("family", "dtype"), CASES)
 @torch.inference_mode()
 def test_layers_and_heads_copy_nothing_from_the_host(family, dtype):
-    stack = on_meta(family, dtype)
+    split = on_meta(family, dtype)
     cache = PagedCache(4, 16)
     for start, stop in ((0, 2), (2, 4)):
         given = torch.zeros(4, dtype=torch.int64, device="meta")
         if start:
             given = torch.zeros(4, SMALL["hidden_size"], dtype=dtype, device="meta")
         rows = StaticRows(cache, layout_of([(5, 2), (0, 2)], 16, device="meta")[0], REFERENCE)
-        hidden = stack.run_here(rows, start, stop, given)  # makes what is made once
+        hidden = split.run_here(rows, start, stop, given)  # makes what is made once
         with NoHostCopies():
-            hidden = stack.run_here(StaticRows(cache, rows.layout, REFERENCE), start, stop, given)
-            logits = stack.logits(hidden, stop)
+            hidden = split.run_here(StaticRows(cache, rows.layout, REFERENCE), start, stop, given)
+            logits = split.logits(hidden, stop)
     assert logits.is_meta and logits.shape == (4, SMALL["vocab_size"])
 
 
@@ -103,12 +103,12 @@ def accept_on_device(fed, picks, starts, counts, remaining, eos, most_new):
 @torch.inference_mode()
 def test_a_round_copies_nothing_from_the_host(stop, has_part):
     """Drafts over a part of the vocabulary, too."""
-    stack = on_meta("llama", torch.float32)
+    split = on_meta("llama", torch.float32)
     cache = PagedCache(4, 16)
-    part = HeldSubset(stack.draft_subset(20)) if has_part else None
+    part = HeldSubset(split.draft_subset(20)) if has_part else None
     key = RoundKey(1, 3, 2, 32, 1, True, True, stop, 20 * has_part)
     kernels = REFERENCE._replace(pick=pick_on_device, accept=accept_on_device)
-    body = WholeRound(stack, cache, kernels, RoundInputs(key, cache, stack.device, part))
+    body = WholeRound(split, cache, kernels, RoundInputs(key, cache, split.device, part))
     body()
     with NoHostCopies():
         (record,) = body()
@@ -167,7 +167,7 @@ def running(plan, count, num_rounds, max_tokens=110, **options):
         params = SamplingParams(**sampled, max_tokens=max_tokens)
         engine.add_request(str(i), request(prompt, params, **options))
     engine.step()
-    return engine, target.stack.runner.graphs.capture
+    return engine, target.split.runner.graphs.capture
 
 
 def rounds_of(engine):

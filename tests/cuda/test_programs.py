@@ -47,13 +47,13 @@ def recorded(policy, asked, kernels=REFERENCE, audit=audit_cache, **options):
 def test_up_to_32_rows_are_one_recording():
     made, target = recorded(Always(2, 2, num_rounds=99), requests(19, ends=False), audit=None)
     assert len(made.rounds[0].rows) == 19
-    large = [one for one in target.stack.runner.graphs.capture.made if "advance(i64[32," in one.kernels[-1]]
+    large = [one for one in target.split.runner.graphs.capture.made if "advance(i64[32," in one.kernels[-1]]
     assert len(large) == 1 and large[0].num_replays > 2
 
 
 def test_rows_near_their_ends_take_no_recordings_of_their_own():
     _, target = recorded(Always(2, 4, num_rounds=99), requests(1, ends=False))
-    tape = target.stack.runner.graphs.capture
+    tape = target.split.runner.graphs.capture
     assert sum(any("advance" in one for one in made.kernels) for made in tape.made) == 1
 
 
@@ -62,7 +62,7 @@ def test_a_plan_ends_where_its_recording_has_no_capacity_for_longer_rows(monkeyp
     made, target = recorded(Always(2, 3, num_rounds=99), requests(3, ends=False), max_num_cached_tokens=256)
     first = [round_.round_index for round_ in made.rounds].index(0, 1)
     assert 1 <= first < 10, "a plan ends before any row does"
-    assert len(target.stack.runner.graphs) >= 3
+    assert len(target.split.runner.graphs) >= 3
 
 
 def test_a_row_that_ends_leaves_the_round_in_flight_to_the_others():

@@ -38,7 +38,7 @@ def test_views_of_other_families_can_be_recorded(family, max_rows):
     target = with_runner(Target(build(family)), max_rows=max_rows)
     got = decode(target, prompts, Schedule(3, 4), SamplingParams(max_tokens=12))
     assert tokens_of(got) == tokens_of(wanted)
-    runner = target.stack.runner
+    runner = target.split.runner
     assert runner.refused is None and runner.graphs.num_recorded > 0
 
 
@@ -49,10 +49,10 @@ def test_experts_are_recorded_in_the_dtype_that_a_graph_can_hold(family):
     target = with_runner(Target(build(family)))
     got = decode(target, prompts, Schedule(3, 4), params)
     assert tokens_of(got) == tokens_of(wanted)
-    assert target.stack.runner.refused == "aten._grouped_mm.default"
+    assert target.split.runner.refused == "aten._grouped_mm.default"
     half = with_runner(Target(build(family).bfloat16()))
     decode(half, prompts, Schedule(3, 4, lookup=False), params)
-    assert half.stack.runner.refused is None and half.stack.runner.graphs.num_recorded > 0
+    assert half.split.runner.refused is None and half.split.runner.graphs.num_recorded > 0
 
 
 # ------------------------------------------------------------------------------------------------------- bookkeeping
@@ -61,7 +61,7 @@ def test_experts_are_recorded_in_the_dtype_that_a_graph_can_hold(family):
 def test_another_call_decodes_without_recording_anything_anew():
     target, prompts = with_runner(Target(build("llama"))), make_prompts([9, 17])
     first = target.generate(prompts, max_tokens=12, exit_layer=1, num_speculative_tokens=3)
-    runner = target.stack.runner
+    runner = target.split.runner
     recorded = runner.graphs.num_recorded
     again = target.generate(prompts, max_tokens=12, exit_layer=1, num_speculative_tokens=3)
     assert tokens_of(again) == tokens_of(first)
@@ -89,7 +89,7 @@ def test_the_longest_unused_recordings_are_given_up():
     wanted = decode(tiny("llama"), prompts, Schedule(7, 4), SamplingParams(max_tokens=20))
     got = decode(target, prompts, Schedule(7, 4), SamplingParams(max_tokens=20))
     assert tokens_of(got) == tokens_of(wanted)
-    graphs = target.stack.runner.graphs
+    graphs = target.split.runner.graphs
     assert len(graphs) == 3 and 3 << 20 < graphs.num_bytes < 7 << 19 and graphs.num_recorded > 3
 
 
@@ -99,7 +99,7 @@ def test_rounds_are_recorded_anew_with_new_exit_heads():
     heads, dice = ExitHeads([1], 32, 4), torch.Generator().manual_seed(0)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.5, generator=dice)
-    target.exit_heads, runner = heads, target.stack.runner
+    target.exit_heads, runner = heads, target.split.runner
     recorded, kept = runner.graphs.num_recorded, len(runner.graphs)
     after = target.generate(prompts, max_tokens=16, exit_layer=1, num_speculative_tokens=3)
     assert tokens_of(after) == tokens_of(before)
@@ -124,21 +124,21 @@ def test_a_model_that_waits_for_numbers_is_decoded_eagerly_and_says_which(caplog
     assert tokens_of(got) == tokens_of(wanted)
     notices = [one.message for one in caplog.records if "cannot be captured" in one.message]
     assert len(notices) == 1 and "aten.item" in notices[0]
-    assert target.stack.runner.refused == "aten.item.default"
+    assert target.split.runner.refused == "aten.item.default"
 
 
 def test_calls_share_recordings_by_shape_and_nothing_else():
     target = with_runner(Target(build("llama")))
-    stack, runner = target.stack, target.stack.runner
-    cache = stack.new_cache(8, 16)
+    split, runner = target.split, target.split.runner
+    cache = split.new_cache(8, 16)
     tables = [cache.reserve(32) for _ in range(3)]
     with torch.inference_mode():
         for spans in ([(0, 0, 3)], [(1, 5, 4)], [(0, 3, 2), (2, 0, 2)], [(0, 5, 1), (1, 9, 2), (2, 2, 1)]):
             rows = PackedRows(cache, [Span(tables[row], at, count) for row, at, count in spans])
-            stack.run(rows, 0, 2, torch.arange(rows.num_tokens) + 3)
+            split.run(rows, 0, 2, torch.arange(rows.num_tokens) + 3)
         assert runner.graphs.num_recorded == 3  # of two calls that fit into one shape there is one recording
         prompt = PackedRows(cache, [Span(tables[0], 0, 30)])
-        stack.run(prompt, 0, 2, torch.arange(30))
+        split.run(prompt, 0, 2, torch.arange(30))
     assert runner.graphs.num_recorded == 3
     rows = PackedRows(cache, [Span(tables[0], 6, 1)])
     assert runner.run(rows, 0, 2, torch.tensor([3])) is None, "where gradients may be wanted, nothing is recorded"
@@ -149,18 +149,18 @@ def test_calls_share_recordings_by_shape_and_nothing_else():
 
 def test_results_are_copies_that_later_replays_leave_alone():
     target = with_runner(Target(build("llama")))
-    stack = target.stack
-    cache = stack.new_cache(4, 16)
+    split = target.split
+    cache = split.new_cache(4, 16)
     pages = cache.reserve(16)
     with torch.inference_mode():
         taps = {1: None, 2: None}
-        first = stack.run(PackedRows(cache, [Span(pages, 0, 2)]), 0, 3, torch.tensor([5, 6]), taps)
+        first = split.run(PackedRows(cache, [Span(pages, 0, 2)]), 0, 3, torch.tensor([5, 6]), taps)
         kept = [one.clone() for one in (first, taps[1], taps[2])]
-        stack.run(PackedRows(cache, [Span(pages, 2, 1)]), 0, 3, torch.tensor([7]))
-        stack.run(PackedRows(cache, [Span(pages, 0, 2)]), 0, 3, torch.tensor([8, 9]), {1: None, 2: None})
+        split.run(PackedRows(cache, [Span(pages, 2, 1)]), 0, 3, torch.tensor([7]))
+        split.run(PackedRows(cache, [Span(pages, 0, 2)]), 0, 3, torch.tensor([8, 9]), {1: None, 2: None})
         other = {2: None}
-        stack.run(PackedRows(cache, [Span(pages, 0, 2)]), 0, 3, torch.tensor([5, 6]), other)
-        plain = stack.run(PackedRows(cache, [Span(pages, 0, 2)]), 0, 3, torch.tensor([5, 6]))
+        split.run(PackedRows(cache, [Span(pages, 0, 2)]), 0, 3, torch.tensor([5, 6]), other)
+        plain = split.run(PackedRows(cache, [Span(pages, 0, 2)]), 0, 3, torch.tensor([5, 6]))
         assert torch.equal(other[2], kept[2]) and torch.equal(plain, kept[0])
         for one, same in zip((first, taps[1], taps[2]), kept, strict=True):
             assert one.isfinite().all() and torch.equal(one, same)
@@ -176,19 +176,19 @@ def test_a_runner_that_disagrees_with_the_model_is_taken_away(caplog, problem):
             raise RuntimeError("no kernel image is available")
         return torch.zeros_like(queries)
 
-    stack = Target(build("llama"), backend="views").stack
-    install(stack, lambda one: runner_of(one, REFERENCE._replace(attend=careless)))
-    assert stack.runner is None
+    split = Target(build("llama"), backend="views").split
+    install(split, lambda one: runner_of(one, REFERENCE._replace(attend=careless)))
+    assert split.runner is None
     assert "decoding from graphs does not serve this model here" in caplog.text
 
 
 def test_a_runner_that_agrees_stays_and_there_is_none_on_the_processor():
-    stack = Target(build("llama"), backend="views").stack
-    assert stack.runner is None
-    install(stack)
-    assert stack.runner is None
-    install(stack, runner_of)
-    assert stack.runner is not None and stack.runner.graphs.num_recorded > 0
+    split = Target(build("llama"), backend="views").split
+    assert split.runner is None
+    install(split)
+    assert split.runner is None
+    install(split, runner_of)
+    assert split.runner is not None and split.runner.graphs.num_recorded > 0
 
 
 @pytest.mark.slow
@@ -200,7 +200,7 @@ def test_the_kernels_themselves_decode_from_recordings():
     wanted = decode(tiny("llama"), prompts, Always(1, 2), params)
     target = with_runner(Target(build("llama"), backend="views"), kernels=triton_kernels())
     assert tokens_of(decode(target, prompts, Always(1, 2), params)) == tokens_of(wanted)
-    assert target.stack.runner.graphs.num_recorded > 0
+    assert target.split.runner.graphs.num_recorded > 0
 
 
 def test_picks_made_by_the_kernel_on_a_device_are_those_of_the_ordinary_engine(monkeypatch):
@@ -222,12 +222,12 @@ def test_drafts_that_no_recording_holds_are_cut(exit_layer, rows):
     made = run(target, prompts, Always(exit_layer, 30), params, max_num_seqs=rows, max_num_cached_tokens=256)
     assert tokens_of(made.outputs) == tokens_of(wanted)
     drafted = [len(row.drafted) for one in made.rounds for row in one.rows]
-    assert max(drafted) == 15 and target.stack.runner.graphs.num_recorded > 0
+    assert max(drafted) == 15 and target.split.runner.graphs.num_recorded > 0
 
 
 def test_recordings_draft_over_a_part_that_is_ranked_anew_and_over_edited_heads():
     target, [prompt] = with_runner(Target(build("llama"), backend="views")), make_prompts([9])
-    frequencies, runner = target.stack.frequencies, target.stack.runner
+    frequencies, runner = target.split.frequencies, target.split.runner
 
     def drafted():
         params = SamplingParams(max_tokens=9)

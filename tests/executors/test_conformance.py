@@ -360,7 +360,7 @@ def test_large_vocabularies_are_picked_from_by_all_threads_and_keep_noise_of_som
 def test_exact_mode_gives_the_bits_of_plain_decoding() -> None:
     """Compiled layers compute a token's logits by the same operations in every batch."""
     made = Target(rounded(build("llama")).bfloat16(), backend="compiled")
-    assert made.refresh(exact=True) is made.stack
+    assert made.refresh(exact=True) is made.split
     params = [SamplingParams(max_tokens=14, seed=i, logprobs=2, **own) for i, own in enumerate(({}, *PENALTIES[:3]))]
     params += [SamplingParams(max_tokens=14, seed=7, temperature=0.9, top_k=40, top_p=0.9)]
     asked = [Request(p, own, keep_logits=True) for p, own in zip(make_prompts([9, 40, 17, 1, 33]), params, strict=True)]

@@ -38,7 +38,7 @@ def targets(family, place, dtype=torch.float32):
     recorded, eager = Target(model), Target(model, graphs=False)
     if place == "cpu":
         with_runner(recorded)
-    assert recorded.stack.runner is not None and eager.stack.runner is None
+    assert recorded.split.runner is not None and eager.split.runner is None
     return recorded, eager
 
 
@@ -53,7 +53,7 @@ def test_speculation_from_recordings_is_plain_decoding(place, family):
     for target in (recorded, eager):
         assert tokens_of(decode(target, prompts, Schedule(1, 4), params, page_size=64)) == plain
     # In float32 torch groups the products of experts on the host, which no graph can hold.
-    assert recorded.stack.runner.refused == ("aten._grouped_mm.default" if family in GROUPED else None)
+    assert recorded.split.runner.refused == ("aten._grouped_mm.default" if family in GROUPED else None)
 
 
 @on_places
@@ -81,18 +81,18 @@ def fix_routes(model):
                 module.bias[module.top_k :] -= 20  # several times what the router's products differ by
 
 
-def layer_outputs(stack, place, cuts=((0, 2), (2, 4))):
+def layer_outputs(split, place, cuts=((0, 2), (2, 4))):
     """What the layers make of `CALLS`, `[tokens, hidden]` in float32."""
     made = []
     with torch.inference_mode():
-        cache = stack.new_cache(8, 64)
+        cache = split.new_cache(8, 64)
         pages = [cache.reserve(128) for _ in range(3)]
         tokens = torch.arange(90, device=place) % 90 + 3
         for at in CALLS:
             rows = PackedRows(cache, [Span(pages[row], first, count) for row, first, count in at], place)
             hidden = tokens[: rows.num_tokens]
             for low, high in cuts:
-                hidden = stack.run(rows, low, high, hidden)
+                hidden = split.run(rows, low, high, hidden)
             made.append(hidden.float())
     return torch.cat(made)
 
@@ -107,10 +107,10 @@ def assert_same_layers(got, wanted, dtype):
 def test_layers_from_a_recording_are_layers_run_eagerly(place, family):
     dtype = torch.bfloat16 if family in GROUPED else HALF[place]
     recorded, eager = targets(family, place, dtype)
-    recorded.stack.compiled = eager.stack.compiled = None
+    recorded.split.compiled = eager.split.compiled = None
     fix_routes(eager.model)  # both targets', which have one model
-    assert_same_layers(layer_outputs(recorded.stack, place), layer_outputs(eager.stack, place), dtype)
-    assert recorded.stack.runner.graphs.num_recorded >= 6
+    assert_same_layers(layer_outputs(recorded.split, place), layer_outputs(eager.split, place), dtype)
+    assert recorded.split.runner.graphs.num_recorded >= 6
 
 
 @on_places
@@ -150,10 +150,10 @@ def test_a_second_call_records_nothing(place):
     recorded, _ = targets("llama", place)
     prompts = make_prompts([5, 23])
     first = recorded.generate(prompts, exit_layer=2, num_speculative_tokens=3, max_tokens=16)
-    count = recorded.stack.runner.graphs.num_recorded
+    count = recorded.split.runner.graphs.num_recorded
     again = recorded.generate(prompts, exit_layer=2, num_speculative_tokens=3, max_tokens=16)
     assert tokens_of(again) == tokens_of(first)
-    assert recorded.stack.runner.graphs.num_recorded == count > 0
+    assert recorded.split.runner.graphs.num_recorded == count > 0
 
 
 @pytest.mark.gpu
@@ -169,5 +169,5 @@ def test_the_backend_is_chosen_by_measurement_and_named(dtype):
 def test_memory_that_recordings_keep_is_counted():
     recorded, _ = targets("llama", "cuda", torch.bfloat16)
     recorded.generate(make_prompts([5, 23]), exit_layer=2, num_speculative_tokens=3, max_tokens=16)
-    graphs = recorded.stack.runner.graphs
+    graphs = recorded.split.runner.graphs
     assert 0 < graphs.num_bytes < graphs.budget

@@ -22,18 +22,18 @@ def target_of(place, width, dtype):
     sizes = {"num_attention_heads": width // 64, "num_key_value_heads": width // 128}
     made = synthetic_target("tiny", dtype=dtype, device=place, hidden_size=width, intermediate_size=3 * width, **sizes)
     if place == "cuda":
-        return Target(made.stack.model)
-    return with_runner(ShortBlocks(made.stack.model, backend="views"), kernels=EXACT, packing="copy")
+        return Target(made.split.model)
+    return with_runner(ShortBlocks(made.split.model, backend="views"), kernels=EXACT, packing="copy")
 
 
 def prompts_of(target, place, count):
-    return random_prompts(target.stack.vocab_size, count, MOST_TOKENS // 2 if place == "cpu" else 300)
+    return random_prompts(target.split.vocab_size, count, MOST_TOKENS // 2 if place == "cpu" else 300)
 
 
 @pytest.mark.parametrize(("place", "width", "dtype"), CASES)
 def test_random_plans_give_the_bits_of_plain_decoding(place, width, dtype):
     target = target_of(place, width, dtype)
-    runner = target.exact_stack.runner
+    runner = target.exact_split.runner
     prompts = prompts_of(target, place, 5)
     plain = [run(target, [prompt], "plain", 1, True, i)[0] for i, prompt in enumerate(prompts)]
     for seed in range(3):
