@@ -228,6 +228,9 @@ class Request:
         eos_token_ids: tokens that end the text.
         stopping_criteria: asked after every kept token.
         keep_logits: keep every new token's logits `[vocab]`, before processors, and scores, after filters.
+
+    Raises:
+        ValueError: an empty prompt.
     """
 
     prompt_token_ids: list[int]
@@ -235,6 +238,10 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     stopping_criteria: tuple[StoppingCriterion, ...] = ()
     keep_logits: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.prompt_token_ids:
+            raise ValueError("prompt is empty; give at least one token to continue")
 
     @property
     def max_tokens(self) -> int:
@@ -405,7 +412,7 @@ class RowRound:
     logits: Tensor | None = None  # [len(token_ids), vocab], where the request keeps them
     scores: Tensor | None = None
     alternative: bool | None = None  # whether the alternative at the first rejection was accepted; None: none there
-    num_branch_tokens: int = 0  # drafted alternatives
+    num_branch_tokens: int = 0  # drafted on other branches than `drafted`
     is_outside_vocab: bool = False  # the draft's vocabulary lacks the target's pick at the first rejection
     text: str | TextDelta = ""  # what became certain of the text
     finish_reason: FinishReason | None = None  # if the sequence ended in this round

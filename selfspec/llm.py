@@ -227,16 +227,15 @@ class LLM:
         """An engine with this LLM's policy, corpus, responses and learner."""
         config, target = self.speculative, self.target
         learner = target.learner_of(config)  # first, since it may change the exit heads, and so the policy
-        return LLMEngine(
-            split,
-            target.policy(config, max_num_seqs, self.exact),
-            target.defaults,
-            max_num_seqs=max_num_seqs,
-            learner=learner,
-            corpus=Datastore.of(config.corpus, self.tokenizer),
-            responses=target.responses if config.reuse_responses else None,
-            **options,
-        )
+        corpus = Datastore.of(config.corpus, self.tokenizer)
+        policy = target.policy(config, max_num_seqs, self.exact)
+        responses = target.responses if config.reuse_responses else None
+        options |= {"max_num_seqs": max_num_seqs, "learner": learner, "corpus": corpus, "responses": responses}
+        try:
+            return LLMEngine(split, policy, target.defaults, **options)
+        except BaseException:
+            target.keep_policy(policy, config, self.exact)
+            raise
 
     def _begin(self, prompts: Prompt | Sequence[Prompt], params: Params, max_step_seconds: float | None) -> LLMEngine:
         """An engine of the size of these prompts, which wait in it; keys and values are those of the call before."""

@@ -130,8 +130,6 @@ class GenerationDefaults:
             if not hasattr(given, "__iter__"):
                 raise ValueError(f"prompts must be texts or lists of token ids, got a {type(prompt).__name__}")
             ids = [whole("a prompt's token id", token) for token in given]
-        if not ids:
-            raise ValueError("prompt is empty; give at least one token to continue")
         return ids
 
     def _report_template(self, text: str) -> None:

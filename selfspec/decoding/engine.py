@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from selfspec.control.plan import Policy
-from selfspec.core import Plan, Request, RoundOutput, RowRound, SamplingParams, Sequence, StageSeconds
+from selfspec.core import FinishReason, Plan, Request, RoundOutput, RowRound, SamplingParams, Sequence, StageSeconds
 from selfspec.decoding.checks import CheckedPolicy
 from selfspec.decoding.defaults import GenerationDefaults, Prompt
 from selfspec.decoding.outputs import RequestOutput, RequestOutputs
@@ -121,7 +120,7 @@ class LLMEngine:
         self._responses = responses
         texts = tuple([one for one in (responses, corpus) if one is not None])
         self._scheduler = Scheduler(split, cache, defaults.tokenizer, texts, prefix)
-        self._aborted: deque[str] = deque()
+        self._aborted: set[str] = set()
         self._outputs = RequestOutputs(defaults.tokenizer, final_only)
         # Not handed out yet; they outlive a step that raises:
         self._rows: list[RowRound] = []  # of a round that has not ended
@@ -172,8 +171,13 @@ class LLMEngine:
 
     def add_prepared(self, request_id: str, text: str | None, requests: list[Request]) -> None:
         """Queue the outputs of a request that `GenerationDefaults` has made."""
-        self._scheduler.add(request_id, requests)
+        self._aborted.discard(request_id)  # it ended before it was aborted
         self._outputs.add(request_id, text, requests)
+        try:
+            self._scheduler.add(request_id, requests)
+        except BaseException:
+            self._outputs.remove(request_id)
+            raise
 
     def abort(self, request_id: str) -> None:
         """End a request; the next step reports it with the finish reason "abort". Unknown ids are left alone.
@@ -181,7 +185,7 @@ class LLMEngine:
         May be called from any thread.
         """
         if request_id in self._outputs:
-            self._aborted.append(request_id)
+            self._aborted.add(request_id)
 
     def has_unfinished_requests(self) -> bool:
         """Whether a request waits or runs, or an end is still to be reported."""
@@ -204,7 +208,6 @@ class LLMEngine:
         refuse_autocast(self.split.device)
         seconds = StageSeconds()
         self._drop_finished()
-        self._drop_aborted()
         if self._rows:  # of aborted requests, and of a step that raised
             self._end_round(RoundOutput(None, [], StageSeconds()))
         self._admit()
@@ -300,10 +303,10 @@ class LLMEngine:
         if row.finish_reason is not None:
             self._finish(sequence, row.finish_reason)
 
-    def _finish(self, sequence: Sequence, reason: Any) -> None:
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
         try:
-            if self._responses is not None and reason != "abort":
+            if self._responses is not None:
                 self._responses.add(sequence.request.prompt_token_ids, sequence.completion_token_ids)
         finally:
             self._release(sequence)
@@ -371,28 +374,26 @@ class LLMEngine:
         report("%d of %d tokens", num_read, sum([sequence.num_tokens - 1 for sequence in self.running]))
 
     def _drop_finished(self) -> None:
-        """Sequences that ended, or whose own code raised, leave after a plan, or before the next one."""
-        for sequence in self.running:
-            if sequence.has_raised:
-                self._abort(sequence)
-        self.running = [sequence for sequence in self.running if not sequence.is_finished]
+        """Sequences that ended, that were aborted, or whose own code raised, leave between two plans.
 
-    def _drop_aborted(self) -> None:
-        aborted = {self._aborted.popleft() for _ in range(len(self._aborted))}
-        if not aborted:
-            return
-        for sequence in self.running:
-            if sequence.request_id in aborted:
+        After an interrupt in it, the next call does the rest.
+        """
+        aborted = {*self._aborted}  # other threads add to it
+        waiting = [one for one in self._scheduler.waiting if one.request_id in aborted] if aborted else []
+        for sequence in (*self.running, *waiting):
+            if sequence.has_raised or (sequence.request_id in aborted and not sequence.is_finished):
                 self._abort(sequence)
-        for sequence in self._scheduler.withdrawn(aborted):
-            self._abort(sequence)
         self.running = [sequence for sequence in self.running if not sequence.is_finished]
+        for sequence in waiting:
+            self._scheduler.waiting.remove(sequence)
+        self._aborted -= aborted
 
     def _abort(self, sequence: Sequence) -> None:
-        sequence.has_raised = False
-        self._finish(sequence, "abort")
-        text = sequence.stopper.flush()
-        self._rows.append(RowRound(sequence, 0, 0, [], text=text, finish_reason="abort"))
+        self._release(sequence)
+        row = RowRound(sequence, 0, 0, [], text=sequence.stopper.flush(), finish_reason="abort")
+        # no call from here on, after which an interrupt would have it reported twice
+        sequence.finish_reason, sequence.has_raised = "abort", False
+        self._rows += [row]
 
     def close(self) -> None:
         """Give back the pages of all sequences. Nothing may be done with the engine after that."""

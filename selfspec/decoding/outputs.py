@@ -204,6 +204,10 @@ class RequestOutputs:
         ids = requests[0].prompt_token_ids
         self._states[request_id] = RequestState(request_id, prompt, ids, len(requests))
 
+    def remove(self, request_id: str) -> None:
+        """Expect nothing of a request any more."""
+        del self._states[request_id]
+
     def collect(self, rounds: list[RoundOutput]) -> None:
         """Make outputs of what rounds added; nothing of a round that added nothing to a sequence."""
         for round_ in rounds:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -34,12 +34,13 @@ class Scheduler:
     ) -> None:
         self._split, self._cache, self._tokenizer, self._texts = split, cache, tokenizer, texts
         self._prefix = prefix
-        self._waiting: deque[Sequence] = deque()
+        self.waiting: deque[Sequence] = deque()
+        """Sequences that wait for a place, the longest first."""
         self._next_id = 0
 
     def __len__(self) -> int:
         """Outputs that wait."""
-        return len(self._waiting)
+        return len(self.waiting)
 
     def add(self, request_id: str, requests: list[Request]) -> None:
         """Let the outputs of a request wait: all of them, or none.
@@ -58,7 +59,7 @@ class Scheduler:
                     "raise the engine's limit of cached tokens, or ask for fewer new tokens"
                 )
             waiting.append(sequence)
-        self._waiting += waiting
+        self.waiting += waiting
 
     def _sequence(self, request_id: str, index: int, request: Request) -> Sequence:
         params, prompt = request.params, request.prompt_token_ids
@@ -82,16 +83,16 @@ class Scheduler:
     def admitted(self, most: int) -> Iterator[Sequence]:
         """Those that waited longest, at most so many, as far as pages are free."""
         for _ in range(most):
-            if not self._waiting:
+            if not self.waiting:
                 return
-            sequence = self._waiting[0]
+            sequence = self.waiting[0]
             reserved = self._reserve(sequence)
             if reserved is None:
                 return
             pages, sequence.blocks, sequence.num_cached = reserved
             sequence.pages, sequence.num_found, sequence.has_pages = tuple(pages), sequence.num_cached, True
             sequence.num_edits = None if self._prefix is None else self._prefix.count_edits()
-            self._waiting.popleft()  # last, so that an interrupt loses no request
+            self.waiting.popleft()  # last, so that an interrupt loses no request
             yield sequence
 
     def readers(self, running: list[Sequence]) -> list[Sequence]:
@@ -118,12 +119,6 @@ class Scheduler:
             self._prefix.release(sequence)
         else:
             self._cache.release(sequence.pages, sequence.max_length)
-
-    def withdrawn(self, request_ids: Collection[str]) -> Iterator[Sequence]:
-        """Those of these requests that wait; each waits until it is handed out."""
-        for sequence in [one for one in self._waiting if one.request_id in request_ids]:
-            self._waiting.remove(sequence)
-            yield sequence
 
 
 DEVICE_SECONDS, HOST_SECONDS = 1 / 30, 0.25  # of a chunk, while rows wait for their next round

@@ -217,9 +217,9 @@ class Stopper:
             return None if tokens[-1] in self.eos else tokens[-1]
         return None if self._text is None else self._text.found
 
-    def flush(self) -> str:
+    def flush(self) -> str | TextDelta:
         """The text still held back, for a row that ends with no further token."""
-        return str(self._push([], last=True))
+        return self._push([], last=True)
 
     def _push(self, tokens: Sequence[int], last: bool) -> str | TextDelta:
         if self._text is None or self._stopped():

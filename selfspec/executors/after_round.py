@@ -53,7 +53,7 @@ def give_examples(
 
 def _starts(outputs: list[RowRound]) -> list[int]:
     """Where each row's tokens begin in the packed verification."""
-    sizes = [output.num_drafted + output.num_branch_tokens + 1 for output in outputs]
+    sizes = [len(output.drafted) + output.num_branch_tokens + 1 for output in outputs]
     return list(accumulate(sizes[:-1], initial=0))
 
 

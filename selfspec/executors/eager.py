@@ -174,11 +174,12 @@ def _count_branches(output: RowRound, tree: Tree, path: abc.Sequence[int], lengt
     right = next((i - 1 for i, node in enumerate(path) if node != i), len(path) - 1)
     if right < length and right in tree.parents[length + 1 :]:
         output.alternative = len(path) - 1 > right
-    output.num_drafted, output.num_branch_tokens = length, len(output.drafted) - length
+    output.num_drafted = length
     branch = list(path)
     for node in range(branch[-1] + 1, len(tree.parents)):
         if tree.parents[node] == branch[-1]:
             branch.append(node)
+    output.num_branch_tokens = len(tree.parents) - len(branch)
     output.drafted = [output.drafted[node - 1] for node in branch[1:]]
 
 
