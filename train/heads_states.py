@@ -23,7 +23,7 @@ MIN_LOG_PROB = -1e4  # of a token, so that masked ones give no NaN
 
 
 class States(NamedTuple):
-    """What the model computes at N positions, on its device, in the split's `hidden_dtype`."""
+    """What the model computes at N positions, on its device, in the split model's `hidden_dtype`."""
 
     hidden: Tensor  # [exits, N, hidden_size], before the final norm
     final: Tensor  # [N, hidden_size], after the last layer and the final norm

@@ -35,7 +35,7 @@ OnRound = Callable[[RoundOutput], None]
 
 
 def page_size_of(split: SplitModel) -> int:
-    """Tokens of a small page: as many as the split's attention backend can read pages of."""
+    """Tokens of a small page: as many as the split model's attention backend can read pages of."""
     return max(PAGE_SIZE, split.attention.page_multiple)
 
 

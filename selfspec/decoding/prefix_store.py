@@ -24,7 +24,7 @@ class PrefixStore:
 
     @torch.inference_mode()
     def take(self, split: SplitModel, num_tokens: int, most_kept: int, page_size: int) -> PrefixCache:
-        """A prefix cache for rows of `num_tokens` tokens together, with what was kept for this split, if there is any.
+        """A prefix cache for rows of `num_tokens` tokens together, with what was kept for this split model.
 
         It grows to hold what was kept, too, up to `most_kept` tokens. On a device it has that size at once, since
         recordings are made for one storage. Only one caller gets what was kept.

@@ -28,7 +28,7 @@ from selfspec.model.split_model import SplitModel, Taps
 
 
 class EagerExecutor(Executor):
-    """Runs every stage as torch operations; layers run as the split has them, from recordings where it has those.
+    """Runs every stage as torch operations; layers run as the split model has them, from recordings where it has those.
 
     Args:
         examples: is given what exit heads could learn from, see `TrainingExamples`.

@@ -1,4 +1,4 @@
-"""`Picker`: who picks for the rows of a split. Drafts, verification and plain decoding all ask the same one."""
+"""`Picker`: who picks for the rows of a split model. Drafts, verification and plain decoding all ask the same one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger("selfspec")
 
 
 class Picker:
-    """Picks in one compiled call where the split's engine is compiled, else by torch or the device's fused kernel.
+    """Picks in one compiled call where compiled layers run, else by torch or the device's fused kernel.
 
     Which of them is settled when it is made: both pick the same but for rounding, which must not differ between those
     that are compared.

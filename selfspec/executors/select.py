@@ -1,4 +1,4 @@
-"""Choice of the executors for a split."""
+"""Choice of the executors for a split model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def executors_for(
     examples: TrainingExamples | None = None,
     new_seconds: Callable[[], StageSeconds] = StageSeconds,
 ) -> list[Executor]:
-    """The executors of a split, fastest first. The last one, the eager executor, serves every plan.
+    """The executors of a split model, fastest first. The last one, the eager executor, serves every plan.
 
     Args:
         examples: called with training examples for exit heads. Only the eager executor provides them, so it is then the

@@ -27,7 +27,7 @@ MASK_DISTANCE = 1e3  # nats below the largest logit, from which on a logit count
 
 @torch.inference_mode()
 def split_error(split: SplitModel) -> float:
-    """The largest logit difference between the split and the whole model, in standard deviations of the logits.
+    """The largest logit difference between the split model and the whole model, in standard deviations of the logits.
 
     In half precision it is the largest median over positions: rounding may route single tokens to other experts, while
     a wrong split changes all positions.
@@ -89,7 +89,7 @@ def _split_states(split: SplitModel, prompts: list[Tensor], exit_layer: int) -> 
 
 
 def self_check(split: SplitModel) -> float:
-    """Check a split, and return its split error.
+    """Check a split model, and return its split error.
 
     A compiled body that does not pass is replaced by the views, and an attention backend by `sdpa`, with a warning;
     the replacement is then checked. Heads over a part of the vocabulary are checked by `check_part_heads`.
@@ -174,7 +174,7 @@ def _split_error_or_refusal(split: SplitModel) -> float:
 
 
 def _error_with_fallback(split: SplitModel, allowed: float) -> float:
-    """The split error with the split's attention backend, or, where it is too large, with `sdpa`."""
+    """The split error with the split model's attention backend, or, where it is too large, with `sdpa`."""
     if split.attention.name == "sdpa":
         return split_error(split)
     try:

@@ -202,7 +202,7 @@ class SplitModel:
         return self.run_here(rows, start, stop, given, taps)
 
     def new_cache(self, num_pages: int, page_size: int) -> PagedCache:
-        """Make a KV cache for this split."""
+        """Make a KV cache for this split model."""
         if self.runner is None:
             return PagedCache(num_pages, page_size, self.num_layers)
         made: PagedCache = self.runner.new_cache(num_pages, page_size)

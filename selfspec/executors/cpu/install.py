@@ -39,7 +39,7 @@ def check_backend(backend: str) -> Backend:
 
 
 def choose(split: SplitModel, backend: Backend) -> float:
-    """Set the body of a split, run the self-check, and return its split error in standard deviations of the logits.
+    """Set the body of a split model, check it, and return the split error in standard deviations of the logits.
 
     `auto` uses the compiled body if it serves the model, a compiler exists, the packed weights fit into free memory,
     and the self-check passes; else the views. In bfloat16, the compiled body rounds less than the model's own forward.

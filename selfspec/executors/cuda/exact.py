@@ -38,7 +38,7 @@ def exact_split(source: SplitModel, rows: int = ROWS, wide: int = WIDE, checked:
     """A split over the same weights that runs exact mode. It shares all but the runner.
 
     Args:
-        source: a split that is not compiled; the results of compiled layers are exact as they are.
+        source: a split model that is not compiled; the results of compiled layers are exact as they are.
         rows: the number of rows of a product.
         wide: tokens of a block of a prompt.
         checked: tokens of the rows of the self-check.
@@ -81,7 +81,7 @@ def _problem_of(split: SplitModel, runner: ExactRunner, checked: Sequence[int]) 
 class ExactRunner(Runner):
     """A runner of an exact split. It shares recordings' memory with the runner of the source.
 
-    It never leaves a call to the split.
+    It never leaves a call to the split model.
 
     Args:
         split: a copy of `source`, which is set up for exact mode.
@@ -186,7 +186,7 @@ def cut(part: Sequence[Placed], width: int) -> Iterator[tuple[list[Span], list[i
 def difference(split: SplitModel, lengths: Sequence[int]) -> str:
     """Compare rows decoded alone, token by token, with the same rows in a batch, split at an exit layer.
 
-    Calls are recorded where the split does so in decoding.
+    Calls are recorded where the split model does so in decoding.
 
     Args:
         lengths: tokens of the rows, at least `STEPS` + 1; longer ones than the context limit are cut.

@@ -13,7 +13,7 @@ from selfspec.executors.cuda.rounds import RecordedRounds
 
 
 class CudaExecutor(Executor):
-    """Replays recorded rounds of the split's runner.
+    """Replays recorded rounds of the split model's runner.
 
     It serves neither rows with penalties, log-probabilities or logits processors, nor plans with shadow picks,
     divergences or second choices.

@@ -1,4 +1,4 @@
-"""`Runner`: runs layers, or a whole round, of a split from recordings.
+"""`Runner`: runs layers, or a whole round, of a split model from recordings.
 
 A decoded token takes many small kernels. Launching them one by one from Python takes longer than reading the weights;
 replaying a CUDA graph does not.
@@ -43,13 +43,13 @@ BUDGET = 2 << 30  # bytes of device memory for recordings
 def install(
     split: Any, make: Callable[[Any], Runner] | None = None, owned: bool = False, measure: Measure | None = None
 ) -> None:
-    """Set a split's runner and check it: split logits against the whole model's, and recorded against eager rounds.
+    """Set a split model's runner and check it: its logits against the whole model's, recorded against eager rounds.
 
     If making the runner or a check fails, the runner is removed with a warning. Then what runs the layers in recordings
     is chosen, see `selfspec.executors.cuda.body_choice`.
 
     Args:
-        make: makes the runner. Default: one with CUDA graphs if the split is on CUDA, else none.
+        make: makes the runner. Default: one with CUDA graphs if the split model is on CUDA, else none.
         owned: whether the model's weights may be moved in memory: nobody else uses the model.
         measure: gives the seconds of a replay. Default: `body_choice.replay_seconds`.
     """
@@ -70,7 +70,7 @@ def install(
 
 
 def _problem_of(split: Any) -> str:
-    """What is wrong with recorded layers and rounds of a split; "" if nothing is."""
+    """What is wrong with recorded layers and rounds of a split model; "" if nothing is."""
     error = split_error(split)
     if not error <= TOLERANCE.get(split.dtype, 0.2):
         return f"its logits differ by {error:.2g} standard deviations"
@@ -78,7 +78,7 @@ def _problem_of(split: Any) -> str:
 
 
 class Runner:
-    """Runs one split from recordings.
+    """Runs one split model from recordings.
 
     Args:
         split: a `selfspec.model.split_model.SplitModel`; the runner uses `run_here`, `logits`, `exit_heads`.
