@@ -40,10 +40,10 @@ def alone(family, dtype, keep_logits):
 
 def run(target, prompts, policy, batch, keep_logits, seed=0, chunk=512, page_size=32):
     """The sequences of these prompts, which come at random steps."""
-    config = SpeculativeConfig(policy=policy)
+    config, longest = SpeculativeConfig(policy=policy), max(map(len, prompts)) + NEW
     engine = LLMEngine(
         target.refresh(exact=True), target.policy(config, batch, exact=True), target.defaults, max_num_seqs=batch,
-        max_num_cached_tokens=96 * batch, prefill_chunk=chunk, page_size=page_size,
+        max_num_cached_tokens=(longest + -longest % page_size) * batch, prefill_chunk=chunk, page_size=page_size,
     )  # fmt: skip
     dice, made = random.Random(seed), Run(engine)
     for i, prompt in enumerate(prompts):
