@@ -32,4 +32,5 @@ def executors_for(
     eager = EagerExecutor(split, cache, picker, new_seconds, examples)
     if examples is not None:
         return [eager]
-    return [CudaExecutor(eager), CpuExecutor(split, cache, picker, new_seconds), eager]
+    compiled = CpuExecutor(split, cache, picker, new_seconds)
+    return [compiled, eager] if split.runner is None else [CudaExecutor(eager), compiled, eager]
