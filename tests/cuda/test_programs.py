@@ -38,7 +38,13 @@ def recorded(policy, asked, kernels=REFERENCE, audit=audit_cache, **options):
     sizes = {"max_num_seqs": len(asked), "max_num_cached_tokens": 64 * len(asked), "page_size": 16, **options}
     made = run(target, [one for one, _ in asked], policy, audit=audit, max_step_seconds=math.inf, **sizes)
     assert tokens_of(made.outputs) == [tokens for _, tokens in asked]
-    for round_ in made.rounds:  # nothing is wasted but what an end cut off
+    remaining = {str(at): one.max_tokens for at, (one, _) in enumerate(asked)}
+    for round_ in made.rounds:
+        for row in round_.rows:
+            name = row.sequence.request_id
+            assert not row.drafted or len(row.drafted) < remaining[name], "no place for the target's own token"
+            remaining[name] -= len(row.token_ids)
+        # nothing is wasted but what an end cut off
         assert round_.num_wasted <= sum(len(row.drafted) + 1 - len(row.token_ids) for row in round_.rows)
     return made, target
 
