@@ -1,4 +1,4 @@
-"""The configuration of `python -m eval run`, and the options that all commands share; see `selfspec.configuration`."""
+"""The configuration of `python -m eval run`, and the options that all commands share; see `train.configuration`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 from eval.methods import PLAIN_KINDS, parse_method
 from eval.metrics import METRICS
 from eval.questions import COLUMNS, NAMED_SETS, is_file
-from selfspec.configuration import (
+from train.configuration import (
     add_flags,
     as_plain,
     check,
@@ -49,7 +49,7 @@ def config_of(kind: type[Config], path: str | Path, given: Mapping[str, Any] | N
         given: values of flags, by key.
 
     Raises:
-        ValueError: see `selfspec.configuration.read_config`.
+        ValueError: see `train.configuration.read_config`.
     """
     config: Any = read_config(kind, path, given)
     if getattr(config, "output", None) == "":

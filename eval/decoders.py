@@ -48,7 +48,7 @@ class Ours(Method):
         keep_rounds: bool = False,
         reuse_responses: bool = False,
     ) -> None:
-        settings, self.num_layers = method.settings, llm.target.stack.num_layers
+        settings, self.num_layers = method.settings, llm.target.split.num_layers
         check_exit_layer(method, settings.get("exit_layer"), self.num_layers)
         self.name, self.eos, self.limit = method.name, eos, limit
         self.temperature, self.keep_rounds = temperature, keep_rounds
@@ -139,9 +139,9 @@ class Transformers(Method):
     """
 
     def __init__(self, llm: LLM, method: MethodName, eos: frozenset[int], temperature: float, limit: float) -> None:
-        self.name, self.kind, self.model = method.name, method.kind, llm.target.stack.model
+        self.name, self.kind, self.model = method.name, method.kind, llm.target.split.model
         self.eos, self.temperature, self.limit = sorted(eos), temperature, limit
-        self.num_layers, self.device = llm.target.stack.num_layers, llm.target.stack.device
+        self.num_layers, self.device = llm.target.split.num_layers, llm.target.split.device
         self.options: dict[str, Any] = {}
         if method.kind == "early_exit":
             check_exit_layer(method, int(method.option), self.num_layers)

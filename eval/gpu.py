@@ -32,9 +32,9 @@ from eval.measurement import ROOT, device, machine, no_garbage_collection, rates
 from eval.models import params_of, with_policy
 from eval.synthetic import SHAPES, Synthetic, random_prompts, synthetic_target
 from selfspec import LLM
-from selfspec.configuration import as_plain, build, check, check_least, flags_given, option
 from selfspec.core import RoundOutput
 from selfspec.decoding.engine import LLMEngine
+from train.configuration import as_plain, build, check, check_least, flags_given, option
 
 TEMPERATURE = 0.5  # of all rows but those of peers: the acceptance of greedy outputs differs from the set one by 0.1
 DRAFT_TOKENS = 4  # of "fixed" and of transformers' early exit
@@ -170,8 +170,8 @@ class Rows:
         self.engine: LLMEngine = llm.engine(
             max_num_seqs=batch, max_num_cached_tokens=batch * share, prefill_chunk=batch * context
         )
-        self.prompts = random_prompts(llm.target.stack.vocab_size, batch, context, seed=3)
-        self.device, self.context, self.new_tokens, self.clock = llm.target.stack.device, context, new_tokens, clock
+        self.prompts = random_prompts(llm.target.split.vocab_size, batch, context, seed=3)
+        self.device, self.context, self.new_tokens, self.clock = llm.target.split.device, context, new_tokens, clock
         self.num_begun = 0
 
     def full_steps(self) -> Iterator[tuple[float, list[RoundOutput], float]]:
@@ -246,18 +246,18 @@ def counted(events: Iterable[Any]) -> dict[str, float]:
 def prefill_rate(llm: LLM, context: int) -> Record:
     """Tokens per second of reading a prompt and writing a token, and of transformers' forward as `generate` makes it;
     the medians of the repeats, after one that is not counted."""
-    stack, found, seconds = llm.target.stack, list[float](), list[float]()
-    ids = torch.tensor(random_prompts(stack.vocab_size, 1, context, seed=5), device=stack.device)
+    split, found, seconds = llm.target.split, list[float](), list[float]()
+    ids = torch.tensor(random_prompts(split.vocab_size, 1, context, seed=5), device=split.device)
 
     def by_transformers() -> None:
         with torch.inference_mode():
-            stack.model(ids, use_cache=True, logits_to_keep=1)
+            split.model(ids, use_cache=True, logits_to_keep=1)
 
     engine = llm.engine(max_num_seqs=1, max_num_cached_tokens=(context // PAGE + 2) * PAGE, prefill_chunk=context)
     for _ in range(PREFILL_REPEATS + 1):
         engine.add_request("prompt", ids[0].tolist(), params_of(1))
-        found.append(timed(engine.step, stack.device)[1])
-        seconds.append(timed(by_transformers, stack.device)[1])
+        found.append(timed(engine.step, split.device)[1])
+        seconds.append(timed(by_transformers, split.device)[1])
     own, theirs = (statistics.median(each[1:]) for each in (found, seconds))
     return {"tokens_per_second": context / own, "hf_tokens_per_second": context / theirs}
 
@@ -279,11 +279,11 @@ def device_speed(where: torch.device, num_bytes: int = 1 << 30, size: int = 8192
 def sizes_of(target: Synthetic) -> dict[str, float]:
     """Bytes that a token's forward reads, those of the head among them, those of the head's rows for the default draft
     vocabulary, and those of a token's keys and values."""
-    model, config = target.stack.model, target.stack.config.get_text_config()
+    model, config = target.split.model, target.split.config.get_text_config()
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     kv = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers * embedding.element_size()
     unread = 0 if head is embedding else embedding.nbytes  # only one row of an embedding is read
-    drafts = (target.stack.default_draft_vocab or len(head)) * head[0].nbytes
+    drafts = (target.split.default_draft_vocab or len(head)) * head[0].nbytes
     read = sum(p.nbytes for p in model.parameters()) - unread
     return {"read_bytes": read, "head_bytes": head.nbytes, "draft_head_bytes": drafts, "kv_bytes_per_token": kv}
 

@@ -37,7 +37,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from eval.decoders import neutral_generation_config
 from eval.measurement import no_garbage_collection, rates, synchronize
 from eval.synthetic import Synthetic, config_of, random_prompts
-from selfspec.configuration import build, check
+from train.configuration import build, check
 
 FILE = "selfspec_peer.json"
 KEPT = 2000  # last characters of a command's messages that are kept
@@ -71,8 +71,8 @@ def transformers_rate(
     """
     if kind == "hf early exit" and batch > 1:
         raise ValueError("transformers' early exit decodes one row only")
-    model, where = target.stack.model, target.stack.device
-    given = torch.tensor(random_prompts(target.stack.vocab_size, batch, context, seed=3), device=where)
+    model, where = target.split.model, target.split.device
+    given = torch.tensor(random_prompts(target.split.vocab_size, batch, context, seed=3), device=where)
     options: dict[str, Any] = {"cache_implementation": "static"} if kind == "hf static" else {}
     if kind == "hf early exit":
         options = {"assistant_early_exit": target.made.exit_layer}

@@ -70,7 +70,7 @@ class SelfSpecLM(HFLM):
             raise ValueError("the tokenizer has no end-of-text token, which the harness needs; set its eos_token")
         self.settings = method.settings
         super().__init__(
-            pretrained=self.llm.target.stack.model, tokenizer=self.llm.tokenizer, batch_size=int(batch_size), **options
+            pretrained=self.llm.target.split.model, tokenizer=self.llm.tokenizer, batch_size=int(batch_size), **options
         )
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:

@@ -28,11 +28,11 @@ from eval.recording import prior_of
 from eval.replay import Replayed, make, parse_policy, replay
 from eval.synthetic import random_prompts, synthetic_target
 from eval.tasks import Task, TaskConfig, check_tasks, configured, open_task, parser_of, run_command, save_traces
-from selfspec.configuration import check, check_least, option
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs
 from selfspec.control.registry import CHOOSES_EXIT
 from selfspec.decoding.outputs import SpecStats
+from train.configuration import check, check_least, option
 
 PLAIN, ADAPTIVE, FIXED, OTHER = "plain", "adaptive", "fixed", "other"
 ACCEPTANCES = (1.0, 0.9, 0.7, 0.5, 0.25, 0.05)  # of the synthetic targets, at exit layer 2 of 8
@@ -92,7 +92,7 @@ def time_task(task: Task, config: LiveConfig, say: Say, folder: str | None = Non
     """
     llm, prompts = open_task(task, config, say)
     target = llm.target
-    config.exits_of(target.stack.num_layers)
+    config.exits_of(target.split.num_layers)
     say(f"{task.name}: measuring costs")
     costs = measured_costs(llm, config.batch_sizes, config.cost_repeats)
     workload = workload_of(llm, prompts, config.tokens, costs, task.name, say)
@@ -101,7 +101,7 @@ def time_task(task: Task, config: LiveConfig, say: Say, folder: str | None = Non
     lengths = [len(prompt) for prompt in prompts]
     return {
         "name": task.name,
-        "model": measurement.model(llm, task.model) | measurement.device(target.stack.device),
+        "model": measurement.model(llm, task.model) | measurement.device(target.split.device),
         "prompts": {"count": len(prompts), "shortest": min(lengths), "longest": max(lengths)},
         "num_tokens": sum(len(trace.tokens) for trace in workload.traces),
         "costs": costs.as_dict(),
@@ -143,7 +143,7 @@ def time_synthetic(config: LiveConfig, say: Say) -> dict[str, Any]:
         if costs is None:
             say("synthetic: measuring costs")
             costs = measured_costs(target.llm, config.synthetic_batch_sizes, config.cost_repeats)
-        prompts = random_prompts(target.stack.vocab_size, PROMPTS, PROMPT_TOKENS)
+        prompts = random_prompts(target.split.vocab_size, PROMPTS, PROMPT_TOKENS)
         workload = workload_of(target.llm, prompts, config.tokens, costs, f"synthetic, acceptance {wanted:g}", say)
         hits = [bool(hit) for trace in workload.traces for hit in trace.hits[target.made.exit_layer - 1]]
         batches = []

@@ -99,7 +99,7 @@ def call(
             updated in place.
         costs: the current cost table, stored with the call.
     """
-    policy, device = method.make(), workload.llm.target.stack.device
+    policy, device = method.make(), workload.llm.target.split.device
     correction = None if corrections is None else corrections.get(method.name)
     if isinstance(policy, Adaptive) and correction is not None:
         policy.set_correction(correction)

@@ -107,7 +107,7 @@ def rounded(value: Any) -> Any:
 
 def environment(llm: LLM, config_model: str) -> dict[str, Any]:
     """One flat record of the machine, device and model of a measurement."""
-    return {**machine(), **device(llm.target.stack.device), **model(llm, config_model)}
+    return {**machine(), **device(llm.target.split.device), **model(llm, config_model)}
 
 
 def machine() -> dict[str, Any]:
@@ -179,15 +179,15 @@ def device(where: torch.device) -> dict[str, Any]:
 def model(llm: LLM, name: str) -> dict[str, Any]:
     """The model's shape and number format, and the implementations that run its layers."""
     target = llm.target
-    own = target.stack.model
+    own = target.split.model
     return {
         "model": name,
         "architecture": type(own).__name__,
-        "num_layers": target.stack.num_layers,
+        "num_layers": target.split.num_layers,
         "num_parameters": sum(parameter.numel() for parameter in own.parameters()),
-        "dtype": str(target.stack.dtype).removeprefix("torch."),
+        "dtype": str(target.split.dtype).removeprefix("torch."),
         "attention_of_transformers": getattr(own.config, "_attn_implementation", None),
         "attention_of_selfspec": target.attention_backend,
-        "graphs_of_selfspec": target.stack.runner is not None,
-        "engine_of_selfspec": target.stack.engine,
+        "graphs_of_selfspec": target.split.runner is not None,
+        "engine_of_selfspec": target.split.backend,
     }

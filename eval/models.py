@@ -50,7 +50,7 @@ def with_policy(llm: LLM, *, max_num_seqs: int = 1, exact: bool = False, **setti
     """
     made = llm.with_speculative(SpeculativeConfig(**{"reuse_responses": False, **settings}))
     made.max_num_seqs, made.exact, made.target.tokenizer = max_num_seqs, exact, None
-    made.target.defaults = GenerationDefaults(llm.target.stack.model)
+    made.target.defaults = GenerationDefaults(llm.target.split.model)
     return made
 
 
@@ -92,24 +92,24 @@ def measured_costs(llm: LLM, batch_sizes: Sequence[int], repeats: int, **options
     Args:
         options: other arguments of `selfspec.calibrate.measure.measure`.
     """
-    return measure(llm.target.stack, batch_sizes, repeats, **options)
+    return measure(llm.target.split, batch_sizes, repeats, **options)
 
 
 def all_logits(llm: LLM, ids: Tensor) -> Tensor:
     """The split model's logits `[rows, length, vocab]` after ids `[rows, length]`."""
-    stack, (num_rows, length) = llm.target.stack, ids.shape
-    page = length + -length % page_size_of(stack)
+    split, (num_rows, length) = llm.target.split, ids.shape
+    page = length + -length % page_size_of(split)
     with torch.inference_mode():
-        cache = stack.new_cache(num_rows, page)
-        rows = PackedRows(cache, [Span([i], 0, length) for i in range(num_rows)], stack.device)
-        hidden = stack.run(rows, 0, stack.num_layers, ids.to(stack.device).flatten())
-        return stack.logits(hidden).view(num_rows, length, -1)
+        cache = split.new_cache(num_rows, page)
+        rows = PackedRows(cache, [Span([i], 0, length) for i in range(num_rows)], split.device)
+        hidden = split.run(rows, 0, split.num_layers, ids.to(split.device).flatten())
+        return split.logits(hidden).view(num_rows, length, -1)
 
 
 def open_peer(model: str, llm: LLM) -> tuple[Any, Any]:
     """Open a second transformers model and its tokenizer, on the same device and in the same dtype."""
-    stack = llm.target.stack
-    return hub.open_model(model, dtype=str(stack.dtype).removeprefix("torch."), device=stack.device)
+    split = llm.target.split
+    return hub.open_model(model, dtype=str(split.dtype).removeprefix("torch."), device=split.device)
 
 
 def gguf_file(model: str) -> Path | None:

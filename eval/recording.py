@@ -29,7 +29,7 @@ from selfspec.executors.shadow import shadow_picks
 from selfspec.kernels.pick import num_accepted
 from selfspec.loading.target import Target
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 
 PAGE = 32
 CHUNK = 256  # tokens per forward and per head product
@@ -37,20 +37,20 @@ ROWS = 64  # drafts decoded together
 
 
 def record(
-    stack: Stack,
+    split: SplitModel,
     prompt: Sequence[int],
     tokens: Sequence[int],
     params: SamplingParams | None = None,
     task: str = "",
     wrong_steps: int = WRONG_STEPS,
 ) -> Trace:
-    """Record the trace of `tokens`, the output of `stack` after `prompt` with `params` (default: greedy).
+    """Record the trace of `tokens`, the output of `split` after `prompt` with `params` (default: greedy).
 
     Args:
         wrong_steps: number of confidences recorded after a wrong token.
     """
     with torch.inference_mode():
-        return _Recorder(stack, prompt, tokens, params or SamplingParams(), wrong_steps).trace(task)
+        return _Recorder(split, prompt, tokens, params or SamplingParams(), wrong_steps).trace(task)
 
 
 # By layer and position: hits, confidences, divergences, and hits and confidences over the shortlist.
@@ -61,14 +61,14 @@ class _Recorder:
     """Records one trace; pages beyond those of the output hold drafts."""
 
     def __init__(
-        self, stack: Stack, prompt: Sequence[int], tokens: Sequence[int], params: SamplingParams, wrong_steps: int
+        self, split: SplitModel, prompt: Sequence[int], tokens: Sequence[int], params: SamplingParams, wrong_steps: int
     ) -> None:
-        self.stack, self.params, self.wrong_steps = stack, params, wrong_steps
-        self.picker = Picker(stack)
+        self.split, self.params, self.wrong_steps = split, params, wrong_steps
+        self.picker = Picker(split)
         self.prompt, self.tokens = tuple(prompt), list(tokens)
         self.prompt_length = len(prompt)
         self.content = [*prompt, *tokens]
-        self.exits = range(1, stack.num_layers)
+        self.exits = range(1, split.num_layers)
         spare = ROWS * (2 + -(-wrong_steps // PAGE))
         self.cache = PagedCache(-(-len(self.content) // PAGE) + spare, PAGE)
         self.pages = self.cache.reserve(len(self.content)) or []
@@ -103,12 +103,12 @@ class _Recorder:
     @property
     def deepest_copy(self) -> int:
         """The deepest exit layer with copies; 0 where there are none."""
-        stack, deepest = self.stack, deepest_copy(self.stack.num_layers)
-        return deepest if stack.has_copies and self.picker.is_compiled else 0
+        split, deepest = self.split, deepest_copy(self.split.num_layers)
+        return deepest if split.has_copies and self.picker.is_compiled else 0
 
     def draft_by_copies(self, exit_layer: int) -> tuple[NDArray[np.int16], Floats]:
         """Draft by copies of the layers from every position; returns accepted tokens and all confidences."""
-        body = self.stack.compiled
+        body = self.split.compiled
         assert isinstance(body, CompiledBody)
         head = body.draft_head(None, rounded=True)
         rounds, drafter = (
@@ -134,7 +134,7 @@ class _Recorder:
         """Rows that continue the content from these positions by `steps` tokens, and the pages to release later."""
         rows, owned = [], list[int]()
         for at in positions:
-            length = min(steps, self.stack.context_limit - at - 1)
+            length = min(steps, self.split.context_limit - at - 1)
             shared, inside = at // PAGE, at % PAGE
             own = self.cache.reserve(inside + length + 1)
             assert own is not None  # the cache has spare pages for ROWS rows
@@ -150,9 +150,9 @@ class _Recorder:
         for start in range(0, len(inputs), CHUNK):
             part = inputs[start : start + CHUNK]
             taps: dict[int, Tensor | None] = dict.fromkeys(self.exits)
-            packed = PackedRows(self.cache, [Span(self.pages, start, len(part))], self.stack.device)
-            given = torch.tensor(part, device=self.stack.device)
-            last = self.stack.run(packed, 0, self.stack.num_layers, given, taps)
+            packed = PackedRows(self.cache, [Span(self.pages, start, len(part))], self.split.device)
+            given = torch.tensor(part, device=self.split.device)
+            last = self.split.run(packed, 0, self.split.num_layers, given, taps)
             skip = max(0, self.first - start)
             if skip < len(part):
                 yield self.judge(last[skip:], {e: h[skip:] for e, h in taps.items() if h is not None}, start + skip)
@@ -166,7 +166,7 @@ class _Recorder:
         """
         positions = range(first + 1, first + 1 + len(last))
         several = [self.params] * len(last)
-        target = self.stack.logits(last)
+        target = self.split.logits(last)
         judged = self.picker(target, several, positions).tokens
         own = torch.tensor(self.tokens, device=last.device)
         skip = max(0, min(len(last), self.prompt_length - 1 - first))  # positions of the prompt
@@ -174,7 +174,7 @@ class _Recorder:
         log_p = target.log_softmax(-1)
         picks, rows = [], []
         for e in self.exits:
-            logits = self.stack.logits(taps[e], e)
+            logits = self.split.logits(taps[e], e)
             log_q = logits.log_softmax(-1)
             chosen, confidences = self.picker(logits, several, positions, with_confidence=True)
             assert confidences is not None
@@ -184,7 +184,7 @@ class _Recorder:
         self.picks.append(torch.stack(picks))
         hits, sure, divergences = (np.stack([row[i] for row in rows]) for i in range(3))
         hidden = torch.stack([taps[e] for e in self.exits])
-        short = shadow_picks(self.stack, self.picker, self.exits, hidden, several, positions, target, judged)
+        short = shadow_picks(self.split, self.picker, self.exits, hidden, several, positions, target, judged)
         shadow = np.array(short.hits, bool), np.array(short.confidences, np.float32)
         return hits, sure.astype(np.float32), divergences.astype(np.float32), *shadow
 
@@ -199,17 +199,17 @@ class _Recorder:
 
     def draft(self, exit_layer: int, members: Any, rows: list[DraftRow], tokens: Tensor, into: Floats) -> None:
         def choose(hidden: Tensor, live: list[int], step: int) -> tuple[Tensor, list[int]]:
-            logits = self.stack.logits(hidden, exit_layer)
+            logits = self.split.logits(hidden, exit_layer)
             positions = [rows[r].position + step + 1 for r in live]
             picks = self.picker(logits, [self.params] * len(live), positions, with_confidence=True)
             assert picks.confidences is not None
             into[members[live], step] = picks.confidences.numpy(force=True)
             return picks.tokens, live
 
-        draft_by_exit(self.stack, self.cache, rows, tokens, exit_layer, choose)
+        draft_by_exit(self.split, self.cache, rows, tokens, exit_layer, choose)
 
 
 def prior_of(target: Target) -> Any:
     """The acceptance statistics stored with a model; None where there are none that fit it."""
     stored = target.policies.stored_prior
-    return stored if is_prior(stored, target.stack.num_layers) else None
+    return stored if is_prior(stored, target.split.num_layers) else None

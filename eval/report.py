@@ -23,7 +23,7 @@ from eval.figures import table
 from eval.metrics import METRICS, TABLE
 from eval.records import answers_path, by_question, read_lines, read_object, write_file
 from eval.summary import summarise
-from selfspec.configuration import check_known
+from train.configuration import check_known
 
 SPEC_BENCH = ("mean_accepted_tokens", *(name for name in METRICS if name.startswith("spec_bench")))
 ENVIRONMENT = (

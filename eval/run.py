@@ -26,8 +26,8 @@ from eval.records import RunFolder, read_object, write_file
 from eval.report import publish
 from eval.studies import make_studies
 from eval.summary import compare_outputs, fastest_plain, summarise
-from selfspec.configuration import flags_given
 from selfspec.control.registry import NEEDS_COSTS
+from train.configuration import flags_given
 
 TEMPLATE_TOKENS = 64  # upper bound of the tokens that a chat template adds to a turn
 
@@ -83,7 +83,7 @@ class Session:
         self.llm = open_llm(config.model, config)
         if self.llm.tokenizer is None:
             raise ValueError("the model has no tokenizer, and questions are text; put one into the model's folder")
-        limit = self.llm.target.stack.context_limit
+        limit = self.llm.target.split.context_limit
         self.shared = Shared(self.llm.tokenizer, limit, config.max_new_tokens, config.seed)
         now = measurement.environment(self.llm, config.model)
         self.environment = read_object(self.folder.path / "environment.json") or now

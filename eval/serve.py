@@ -32,7 +32,7 @@ from eval.serve_load import arrival_times, as_rows, figures_of, parse_goals
 from eval.serve_report import plot, render, summarise
 from eval.serve_simulate import Simulated
 from eval.serve_synthetic import GPUS
-from selfspec.configuration import as_plain, check, check_known, check_least, differences, flags_given, option
+from train.configuration import as_plain, check, check_known, check_least, differences, flags_given, option
 
 NOT_RECORDED = ("output", "goodput", "policies", "rates", "loads", "burstiness")  # they may change on resuming
 

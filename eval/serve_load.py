@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from selfspec.configuration import check, check_known
+from train.configuration import check, check_known
 
 PROMPT, LENGTH, ARRIVAL = range(3)  # streams of random numbers, so that no draw depends on another one's count
 TIMES = ("ttft", "tpot", "itl", "e2el")

@@ -72,7 +72,7 @@ class Material:
     @property
     def exits(self) -> list[int]:
         """Every eighth of the layers up to half of them."""
-        layers = self.llm.target.stack.num_layers
+        layers = self.llm.target.split.num_layers
         return sorted({max(1, layers * eighths // 8) for eighths in range(1, 5)} - {layers})
 
     def seconds(self, prompts: Sequence[Prompt], batch_size: int, **settings: Any) -> float:
@@ -93,12 +93,12 @@ def acceptance(material: Material) -> Record:
     Only positions with at least i tokens left count; None where there are none.
     """
     exits = []
-    for layer in range(1, material.llm.target.stack.num_layers):
+    for layer in range(1, material.llm.target.split.num_layers):
         lengths = [runs(trace.hits[layer - 1]) for trace in material.traces]
         right = [np.concatenate([n[: max(0, len(n) - i + 1)] >= i for n in lengths]) for i in range(1, MAX_DRAFTED + 1)]
         exits.append({"exit_layer": layer, "joint": [float(each.mean()) if each.size else None for each in right]})
     num_tokens = sum(len(trace.tokens) for trace in material.traces)
-    return {"num_layers": material.llm.target.stack.num_layers, "num_tokens": num_tokens, "exits": exits}
+    return {"num_layers": material.llm.target.split.num_layers, "num_tokens": num_tokens, "exits": exits}
 
 
 def grid(material: Material) -> Record:
@@ -133,7 +133,7 @@ def batch(material: Material) -> Record:
     Prompts are repeated until the last batch is full.
     """
     found = read_object(study_path(Path(material.config.output), "grid")).get("best", {})
-    layer = found.get("exit_layer", max(1, material.llm.target.stack.num_layers // 4))
+    layer = found.get("exit_layer", max(1, material.llm.target.split.num_layers // 4))
     fixed = {"policy": "fixed", "exit_layer": layer, "num_speculative_tokens": found.get("draft_length", 4)}
     methods: dict[str, Record] = {"adaptive": {"policy": "adaptive"}}
     methods[f"fixed:{layer},{fixed['num_speculative_tokens']}"] = fixed

@@ -150,10 +150,10 @@ def compare_outputs(
 def _with_gap(difference: Difference, question: Question, reference: Row, shared: Shared, llm: LLM) -> Difference:
     """Add the gap between the model's two best logits at the difference."""
     choice, turn = reference["choices"][0], difference.turn
-    stack = llm.target.stack
+    split = llm.target.split
     prompt = prompt_of(question, turn, choice["turns"][:turn], shared, 0)
-    ids = torch.tensor([[*prompt.ids, *choice["tokens"][turn][: difference.position]]], device=stack.device)
+    ids = torch.tensor([[*prompt.ids, *choice["tokens"][turn][: difference.position]]], device=split.device)
     with torch.inference_mode():
-        best, second = stack.model(ids).logits[0, -1].double().topk(2).values.tolist()
+        best, second = split.model(ids).logits[0, -1].double().topk(2).values.tolist()
     gap, largest = best - second, max(abs(best), abs(second))
-    return difference._replace(gap=gap, is_tie=gap <= TIE_ULPS * torch.finfo(stack.dtype).eps * largest)
+    return difference._replace(gap=gap, is_tie=gap <= TIE_ULPS * torch.finfo(split.dtype).eps * largest)

@@ -24,7 +24,7 @@ from eval.models import open_llm
 from selfspec import LLM
 from selfspec.model.draft_vocabulary import DIVISOR, LEAST_SIZE
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 from selfspec.model.views import base_of, family_of
 
 RARE = 2.0**-6  # factor on the head's rows of tokens that texts do not use
@@ -115,12 +115,12 @@ class Synthetic:
     made: Made
 
     @property
-    def stack(self) -> Stack:
-        return self.llm.target.stack
+    def split(self) -> SplitModel:
+        return self.llm.target.split
 
     def about(self) -> dict[str, Any]:
         """The parameters as plain values."""
-        return {"synthetic": True, **asdict(self.made), "num_layers": self.stack.num_layers}
+        return {"synthetic": True, **asdict(self.made), "num_layers": self.split.num_layers}
 
 
 def synthetic_target(
@@ -226,7 +226,7 @@ def _set_acceptance(
     ends = [_end(layer, *names) for layer in layers[exit_layer:] for names in BRANCHES]
     factor = [0.0 if wanted == 1 else 1.0]
     with _scaled(ends, factor):
-        agree = _Agreement(Stack(model), exit_layer, temperature, seed)
+        agree = _Agreement(SplitModel(model), exit_layer, temperature, seed)
         found = agree() if wanted is None or wanted == 1 else _search(agree, factor, wanted)
     for end in ends:
         end.weight.mul_(factor[0])
@@ -271,21 +271,21 @@ def _scaled(ends: Sequence[nn.Linear], factor: list[float]) -> Iterator[None]:
 class _Agreement:
     """Measures the share of positions where an exit's pick is the whole model's, over random prompts."""
 
-    def __init__(self, stack: Stack, exit_layer: int, temperature: float, seed: int) -> None:
-        self.stack, self.exit_layer, self.temperature = stack, exit_layer, temperature
-        prompts = random_prompts(stack.vocab_size, PROMPTS, PROMPT_TOKENS, seed)
+    def __init__(self, split: SplitModel, exit_layer: int, temperature: float, seed: int) -> None:
+        self.split, self.exit_layer, self.temperature = split, exit_layer, temperature
+        prompts = random_prompts(split.vocab_size, PROMPTS, PROMPT_TOKENS, seed)
         cache = PagedCache(PROMPTS, PROMPT_TOKENS)
         spans = [Span([row], 0, PROMPT_TOKENS) for row in range(PROMPTS)]
-        self.rows = PackedRows(cache, spans, stack.device)
-        tokens = torch.tensor(prompts, device=stack.device).flatten()
-        self.hidden = stack.run(self.rows, 0, exit_layer, tokens)
-        at = torch.arange(PROMPTS * PROMPT_TOKENS, device=stack.device)
+        self.rows = PackedRows(cache, spans, split.device)
+        tokens = torch.tensor(prompts, device=split.device).flatten()
+        self.hidden = split.run(self.rows, 0, exit_layer, tokens)
+        at = torch.arange(PROMPTS * PROMPT_TOKENS, device=split.device)
         self.judged = at[at % PROMPT_TOKENS >= SKIPPED]
-        self.early = stack.logits(self.hidden[self.judged], exit_layer)
+        self.early = split.logits(self.hidden[self.judged], exit_layer)
 
     def __call__(self) -> float:
-        last = self.stack.run(self.rows, self.exit_layer, self.stack.num_layers, self.hidden)
-        logits = self.stack.logits(last[self.judged])
+        last = self.split.run(self.rows, self.exit_layer, self.split.num_layers, self.hidden)
+        logits = self.split.logits(last[self.judged])
         if self.temperature:
             return float(agreement(self.early / self.temperature, logits / self.temperature).mean())
         return float((logits.argmax(-1) == self.early.argmax(-1)).float().mean())

@@ -26,9 +26,9 @@ from eval.recording import prior_of, record
 from eval.replay import parse_policy
 from eval.traces import Trace, load, save
 from selfspec import LLM, SamplingParams
-from selfspec.configuration import check, check_least, flags_given, option
 from selfspec.control.acceptance import is_prior
 from selfspec.control.costs import Costs
+from train.configuration import check, check_least, flags_given, option
 
 MEASURED, STORED = "measured", "stored"
 
@@ -128,7 +128,7 @@ def open_task(task: Task, config: TaskConfig, say: Say) -> tuple[LLM, Ids]:
     say(f"{task.name}: loading {task.model}")
     llm = open_llm(task.model, config)
     prompts = encode(read_questions(task.questions, config.num_questions), llm.tokenizer)
-    longest, limit = max(map(len, prompts)), llm.target.stack.context_limit
+    longest, limit = max(map(len, prompts)), llm.target.split.context_limit
     if longest >= limit:
         raise ValueError(f"the task {task.name!r} has a prompt of {longest} tokens; its model's context holds {limit}")
     return llm, prompts
@@ -136,10 +136,10 @@ def open_task(task: Task, config: TaskConfig, say: Say) -> tuple[LLM, Ids]:
 
 def trace_of(llm: LLM, prompt: Sequence[int], num_tokens: int, params: SamplingParams, task: str = "") -> Trace:
     """Decode a prompt plainly, up to `num_tokens` or the end of the context, and record the trace."""
-    stack = llm.target.stack
-    limit, plain = min(num_tokens, stack.context_limit - len(prompt)), with_policy(llm, policy="plain")
+    split = llm.target.split
+    limit, plain = min(num_tokens, split.context_limit - len(prompt)), with_policy(llm, policy="plain")
     (answer,) = decode(plain, [prompt], limit, temperature=params.temperature or 0.0, seeds=params.seed)
-    return record(stack, prompt, answer.token_ids, params, task)
+    return record(split, prompt, answer.token_ids, params, task)
 
 
 def save_traces(traces: Sequence[Trace], folder: str, task: str, prior: Any) -> None:

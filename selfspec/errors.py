@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from numbers import Real
 from typing import TypeGuard
 
@@ -67,10 +67,3 @@ def refuse_empty(name: str, texts: Iterable[object]) -> None:
     for text in texts:
         if not isinstance(text, str) or not text:
             raise ValueError(f"{name} must hold non-empty texts, {got(text)}")
-
-
-def refuse_unknown(given: Iterable[str], allowed: Collection[str]) -> None:
-    """Raise TypeError where a given option is not among the allowed ones."""
-    for name in given:
-        if name not in allowed:
-            raise TypeError(f"there is no option {name!r}; the options are {', '.join(sorted(allowed))}")

@@ -113,11 +113,11 @@ class SelfSpeculative:
             llm = self._llm(model, exit_layer, num_speculative_tokens, policy, len(ids))
             target = llm.target
             target.refresh(self.exact)
-            target.stack.model.generation_config = config  # the twin's: the engine's defaults come from there
+            target.split.model.generation_config = config  # the twin's: the engine's defaults come from there
             if self._stops():
                 stop = StopStringCriteria(self.tokenizer, self._stops())
                 given["stopping_criteria"] = [*given["stopping_criteria"], stop]
-            call = Call(ids, target.stack.context_limit, given)
+            call = Call(ids, target.split.context_limit, given)
             share = -(-call.longest // PAGE_SIZE) * PAGE_SIZE  # whole pages, so that all rows fit at once
             engine = llm.engine(
                 max_num_cached_tokens=len(ids) * share,

@@ -22,7 +22,7 @@ from selfspec.learning.examples import ExampleBuffer
 from selfspec.learning.heads import extended, first_layers
 from selfspec.learning.student import Student
 from selfspec.model.exit_heads import ExitHeads
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 
 if TYPE_CHECKING:
     from selfspec.loading.target import Target
@@ -84,9 +84,9 @@ class Learner:
         ):
             if not allowed:
                 raise ValueError(f"{name} must lie between 0 and 1, got {number}")
-        if target.stack.num_layers < 2:
-            raise ValueError(f"learn needs a model of at least 2 layers, got {target.stack.num_layers}")
-        if any(parameter.is_inference() for parameter in target.stack.model.parameters()):
+        if target.split.num_layers < 2:
+            raise ValueError(f"learn needs a model of at least 2 layers, got {target.split.num_layers}")
+        if any(parameter.is_inference() for parameter in target.split.model.parameters()):
             raise ValueError("learn needs a model that was loaded outside of torch.inference_mode(); load it again")
         self.target, self.folder = target, folder
         self.share, self.every = share, every
@@ -100,23 +100,23 @@ class Learner:
         self._take_seconds = 0.0  # time of `take` in the current round
         self._step_seconds = 0.0  # time of the last step
         if layers is None:
-            stack, own = target.stack, target.default_exit_layer
-            layers = () if target.exit_heads is not None else first_layers(stack.num_layers, own)
+            split, own = target.split, target.default_exit_layer
+            layers = () if target.exit_heads is not None else first_layers(split.num_layers, own)
         self._open(target.exit_heads, layers)
 
     def _open(self, heads: ExitHeads | None, layers: Iterable[int] = ()) -> None:
         """Make the target draft with these heads, extended by new ones for `layers`, and start training them."""
-        self._stack = stack = self.target.stack
+        self._split = split = self.target.split
         self._examples: dict[int, ExampleBuffer] = {}
         self._remaining: dict[int, float] = {}  # by layer: positions that may still be used for training
         with torch.inference_mode(False), torch.no_grad():
-            heads = extended(heads, layers, stack, self._inner_size, self._seed)
+            heads = extended(heads, layers, split, self._inner_size, self._seed)
             prior = self.target.prior
             self.target.exit_heads = heads  # copied to the model's device and dtype
             self.target.prior = prior
-            assert stack.exit_heads is not None
-            self._student = Student(heads.to(stack.device), self._lr, self._decay)
-        self.heads = stack.exit_heads
+            assert split.exit_heads is not None
+            self._student = Student(heads.to(split.device), self._lr, self._decay)
+        self.heads = split.exit_heads
         """The heads that the target drafts with: the running average, in the model's dtype."""
 
     def cover(self, layers: Iterable[int]) -> None:
@@ -126,20 +126,20 @@ class Learner:
             with self._lock:
                 self._open(self._student.average, wanted)
 
-    def follow(self, stack: Stack) -> None:
-        """Continue with the target's present `stack` and exit heads; examples of an earlier stack are dropped.
+    def follow(self, split: SplitModel) -> None:
+        """Continue with the target's present `split` and exit heads; examples of an earlier split are dropped.
 
         Raises:
-            ValueError: `stack` belongs to another target.
+            ValueError: `split` belongs to another target.
         """
-        if stack is not self.target.stack:
+        if split is not self.target.split:
             raise ValueError("learn must be a Learner of the target that decodes; make one with Learner(target)")
-        if stack is not self._stack:
+        if split is not self._split:
             with self._lock:
                 self._open(self._student.average)
-        elif stack.exit_heads is not self.heads:  # replaced by the caller: train these
+        elif split.exit_heads is not self.heads:  # replaced by the caller: train these
             with self._lock:
-                self._open(stack.exit_heads)
+                self._open(split.exit_heads)
 
     def take(self, layer: int, hidden: Tensor, logits: Tensor) -> None:
         """Add positions of rejected drafts.
@@ -198,7 +198,7 @@ class Learner:
         batch = self._examples[layer].sample(self._batch_size, self._generator)
         self._remaining[layer] -= self._batch_size
         try:
-            good = self._student.step(self._stack, layer, batch)
+            good = self._student.step(self._split, layer, batch)
         except torch.OutOfMemoryError:
             good = False
         if good:

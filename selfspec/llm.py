@@ -25,7 +25,7 @@ from selfspec.learn import Learner
 from selfspec.loading.hub import open_target
 from selfspec.loading.target import Target
 from selfspec.model.exit_heads import ExitHeads
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 
 Message = Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -114,8 +114,8 @@ class LLM:
         """Whether prompts that begin like earlier ones are read from where they differ."""
         if self._prefix_cache is not None:
             return self._prefix_cache
-        stack = self.target.stack
-        return self.exact or stack.compiled is not None or stack.device.type == "cuda"
+        split = self.target.split
+        return self.exact or split.compiled is not None or split.device.type == "cuda"
 
     def with_speculative(self, speculative: SpeculativeConfig) -> Self:
         """The same opened model with other drafts. Acceptance statistics and responses are its own; exit heads stay
@@ -223,7 +223,7 @@ class LLM:
         """Let later calls and engines start from what the policy of a running engine has learned of acceptance."""
         self.target.policies.learn_from(engine.policy)
 
-    def _engine(self, stack: Stack, max_num_seqs: int, **options: Any) -> LLMEngine:
+    def _engine(self, split: SplitModel, max_num_seqs: int, **options: Any) -> LLMEngine:
         """An engine with this LLM's policy, corpus, responses and learner."""
         config, target = self.speculative, self.target
         learner = target.learner_of(config)  # first, since it may change the exit heads, and so the policy
@@ -232,7 +232,7 @@ class LLM:
         responses = target.responses if config.reuse_responses else None
         options |= {"max_num_seqs": max_num_seqs, "learner": learner, "corpus": corpus, "responses": responses}
         try:
-            return LLMEngine(stack, policy, target.defaults, **options)
+            return LLMEngine(split, policy, target.defaults, **options)
         except BaseException:
             target.keep_policy(policy, config, self.exact)
             raise
@@ -243,16 +243,16 @@ class LLM:
         pairs = zip(several, _each(params, len(several)), strict=True)
         made = [self.target.defaults.requests(prompt, own) for prompt, own in pairs]
         requests = [request for _, own in made for request in own]
-        stack = self.target.refresh(self.exact)
+        split = self.target.refresh(self.exact)
         batch, longest = max(1, min(self.max_num_seqs, len(requests))), self._longest(requests)
         prefix: Any = False
         if self.prefix_cache:
-            kept = self.prefix_cache_tokens if stack.ranks is None else 0
-            prefix = self.target.prefixes.take(stack, batch * longest, kept, page_size_of(stack))
+            kept = self.prefix_cache_tokens if split.ranks is None else 0
+            prefix = self.target.prefixes.take(split, batch * longest, kept, page_size_of(split))
         engine: LLMEngine | None = None
         try:
             engine = self._engine(
-                stack,
+                split,
                 batch,
                 max_num_cached_tokens=batch * longest,
                 max_step_seconds=max_step_seconds,
@@ -265,16 +265,16 @@ class LLM:
             if engine is not None:
                 self._end(engine)
             elif prefix:
-                self.target.prefixes.keep(stack, prefix, self.prefix_cache_tokens)
+                self.target.prefixes.keep(split, prefix, self.prefix_cache_tokens)
             raise
         return engine
 
     def _longest(self, requests: list[Request]) -> int:
         """Tokens of the longest sequence in whole pages, so that every sequence of a full batch has its own."""
-        stack = self.target.stack
+        split = self.target.split
         lengths = [len(request.prompt_token_ids) + request.max_tokens for request in requests]
-        longest = min(max(lengths, default=1), stack.context_limit)
-        return longest + -longest % page_size_of(stack)
+        longest = min(max(lengths, default=1), split.context_limit)
+        return longest + -longest % page_size_of(split)
 
     def _loop(self, engine: LLMEngine, on_round: OnRound | None) -> Iterator[RequestOutput]:
         """Steps until nothing is left to do. What the engine's policy learned is where the next one starts."""
@@ -297,8 +297,8 @@ class LLM:
         self.target.keep_policy(engine.policy, self.speculative, self.exact)
         engine.close()
         if engine.prefix is not None:
-            kept = self.prefix_cache_tokens if engine.stack.ranks is None else 0
-            self.target.prefixes.keep(engine.stack, engine.prefix, kept)
+            kept = self.prefix_cache_tokens if engine.split.ranks is None else 0
+            self.target.prefixes.keep(engine.split, engine.prefix, kept)
 
 
 def several_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from selfspec import LLM, SamplingParams
 from selfspec.cli import main
 from tests.tokenizers import byte_tokenizer
 
@@ -54,6 +55,18 @@ def model_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def chat_folder(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("chat"), template=TEMPLATE)
+
+
+@pytest.fixture(scope="session")
+def answer(model_folder):
+    """What the library continues a prompt with."""
+    llm = LLM(model_folder)
+
+    def call(prompt, **params):
+        [output] = llm.generate(prompt, SamplingParams(**params))
+        return output.outputs[0]
+
+    return call
 
 
 @pytest.fixture

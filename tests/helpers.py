@@ -251,8 +251,8 @@ def audit_cache(engine: LLMEngine) -> None:
             continue
         is_ready = row.num_tokens > row.num_prompt_tokens
         assert row.num_cached == row.num_tokens - 1 if is_ready else row.num_cached < row.num_tokens
-        expected = whole_cache(engine.stack.model, row.token_ids[: row.num_cached])
-        assert len(expected) == engine.stack.num_layers
+        expected = whole_cache(engine.split.model, row.token_ids[: row.num_cached])
+        assert len(expected) == engine.split.num_layers
         for layer, (keys, values) in enumerate(expected):
             got_keys, got_values = engine.cache.read(layer, row.pages, row.num_cached)
             torch.testing.assert_close(got_keys, keys, rtol=1e-3, atol=1e-4, msg=_where("keys", row, layer))

@@ -6,17 +6,17 @@ import os
 import re
 import select
 import signal
-from time import monotonic, sleep
+from time import sleep
 
 import pytest
 
-from selfspec.decoding.engine import Engine
+from selfspec.decoding.engine import LLMEngine
 from tests import cli_fixtures
 from tests.cli_fixtures import TEMPLATE, assert_refused, save_model
-from tests.target import load
 from tests.test_cli_process import start
 
 model_folder, chat_folder, run = cli_fixtures.model_folder, cli_fixtures.chat_folder, cli_fixtures.run
+answer = cli_fixtures.answer
 
 
 @pytest.fixture
@@ -27,17 +27,16 @@ def chat(run, chat_folder):
     return call
 
 
-@pytest.fixture(scope="module")
-def replies(chat_folder):
-    """What the model answers, turn by turn, when the whole conversation is read anew each time."""
-    target = load(chat_folder)
+@pytest.fixture
+def replies(answer):
+    """What the model answers, turn by turn, when the whole conversation is one prompt each time."""
 
-    def call(*texts, system=None, **options):
+    def call(*texts, system=None, **params):
         said, found = [] if system is None else [("system", system)], []
         for text in texts:
             said.append(("user", text))
             prompt = "".join(f"{role}: {content}\n" for role, content in said) + "bot:"
-            [done] = target.generate(prompt, **options)
+            done = answer(prompt, **params)
             said.append(("assistant", done.text))
             found.append(done.text)
         return "".join(text + "\n" for text in found)
@@ -47,20 +46,20 @@ def replies(chat_folder):
 
 def test_every_line_is_a_turn_of_one_conversation(chat, replies):
     done = chat("hello", "", "and you?", "ok", options=("--max-tokens", 9))
-    assert done == (0, replies("hello", "and you?", "ok", max_new_tokens=9), "")
+    assert done == (0, replies("hello", "and you?", "ok", max_tokens=9), "")
 
 
-@pytest.mark.parametrize("policy", ["plain", "fixed", "adaptive"])
+@pytest.mark.parametrize("policy", ["plain", "adaptive"])
 def test_sampling_and_drafting_are_those_of_generate(chat, replies, policy):
     options = ("--max-tokens", 8, "--temperature", 0.9, "--seed", 4, "--system", "be kind", "--policy", policy)
     done = chat("one", "two", options=options)
-    wanted = replies("one", "two", system="be kind", max_new_tokens=8, temperature=0.9, seed=4)
+    wanted = replies("one", "two", system="be kind", max_tokens=8, temperature=0.9, seed=4)
     assert done == (0, wanted, "")
 
 
 def test_commands(chat, replies):
     done = chat("hello", "/reset", "hello", "/help", "/dance", "/exit", "never read", options=("--max-tokens", 7))
-    once = replies("hello", max_new_tokens=7)
+    once = replies("hello", max_tokens=7)
     assert (done.code, done.out) == (0, once + once)
     assert done.err.count("/reset: forget") == 2 and "there is no command /dance" in done.err
 
@@ -90,7 +89,7 @@ def test_wrong_options_are_refused_before_a_model_is_looked_for(run):
 def test_a_full_context_is_said_and_reset_goes_on(chat, replies):
     long = "x" * 200  # of 256
     done = chat("a" * 300, long, "short", "/reset", "hello", options=("--max-tokens", 99))
-    first, last = replies(long, max_new_tokens=45), replies("hello", max_new_tokens=99)
+    first, last = replies(long, max_tokens=45), replies("hello", max_tokens=99)
     assert (done.code, done.out) == (0, first + last)
     told = done.err.splitlines()
     assert len(told) == 3 and all("/reset" in line for line in told)
@@ -104,7 +103,7 @@ def test_input_that_is_no_text_is_refused(run, chat_folder):
 def test_a_terminal_is_asked_line_by_line(run, chat_folder, replies, monkeypatch):
     typed = iter(["hello", "/exit"])
     monkeypatch.setattr("builtins.input", lambda *asks: next(typed))
-    assert run("chat", "--model", chat_folder, "--max-tokens", 5) == (0, replies("hello", max_new_tokens=5), "> > ")
+    assert run("chat", "--model", chat_folder, "--max-tokens", 5) == (0, replies("hello", max_tokens=5), "> > ")
 
 
 @pytest.mark.parametrize("ends", [EOFError, KeyboardInterrupt])
@@ -116,38 +115,38 @@ def test_the_end_of_input_and_an_interrupt_at_the_prompt_end_it_well(run, chat_f
     assert run("chat", "--model", chat_folder) == (0, "", "> \n")
 
 
-def test_an_interrupt_stops_a_reply_and_keeps_what_was_said(chat, chat_folder, replies, monkeypatch):
-    step, counts = Engine.step, iter(range(99))
+def test_an_interrupt_stops_a_reply_and_keeps_what_was_written(chat, answer, monkeypatch):
+    step, counts = LLMEngine.step, iter(range(99))
 
-    def interrupted(engine):
-        rounds = step(engine)
-        if next(counts) == 0:
+    def interrupted(engine, *given):
+        outputs = step(engine, *given)
+        if next(counts) == 0:  # a step with a first token has one round
             signal.raise_signal(signal.SIGINT)
-        return rounds
+        return outputs
 
-    monkeypatch.setattr(Engine, "step", interrupted)
-    monkeypatch.setitem(Engine.__init__.__kwdefaults__, "burst", 0.0)  # a round is a step
+    monkeypatch.setattr(LLMEngine, "step", interrupted)
     before = signal.getsignal(signal.SIGINT)
     done = chat("hello", "go on", options=("--max-tokens", 30, "--policy", "plain"))
     assert signal.getsignal(signal.SIGINT) is before
     first, second = done.out.split("\n", 1)
-    whole = replies("hello", max_new_tokens=30)
+    whole = answer("user: hello\nbot:", max_tokens=30).text
     assert done.code == 0 and len(first) < 5 and whole.startswith(first)
     going_on = f"user: hello\nassistant: {first}\nuser: go on\nbot:"
-    [wanted] = load(chat_folder).generate(going_on, max_new_tokens=30)
-    assert second == wanted.text + "\n"
+    assert second == answer(going_on, max_tokens=30).text + "\n"
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_process_stops_the_reply_alone(tmp_path):
-    save_model(tmp_path, template=TEMPLATE, max_position_embeddings=30_000)
-    call = ("chat", "--model", tmp_path, "--max-tokens", 25_000, "--policy", "plain", "--quiet")
+    """The reply is longer than what a pipe holds, so that it cannot end before it is interrupted."""
+    save_model(tmp_path, template=TEMPLATE, max_position_embeddings=100_000)
+    call = ("chat", "--model", tmp_path, "--max-tokens", 90_000, "--policy", "plain", "--quiet")
     with start(*call) as process:
         process.stdin.write(b"hello\n")
         process.stdin.flush()
         assert process.stdout.read(1)
         process.send_signal(signal.SIGINT)
-        out, said = process.communicate(b"/reset\n/exit\n", timeout=60)
-        assert (process.returncode, said) == (0, b"") and out.endswith(b"\n") and len(out) < 25_000
+        out, said = process.communicate(b"/reset\n/exit\n")
+        assert (process.returncode, said) == (0, b"") and out.endswith(b"\n") and len(out) < 90_000
 
 
 @pytest.mark.slow
@@ -164,9 +163,8 @@ def test_at_a_real_terminal_ctrl_c_ends_an_empty_prompt_only(chat_folder):
 
 def _at_a_terminal(process, ours):
     def until(text):
-        seen, end = b"", monotonic() + 60
+        seen = b""
         while text not in seen:
-            assert monotonic() < end, seen
             if select.select([ours], [], [], 1)[0]:
                 seen += os.read(ours, 4096)
         return seen
@@ -183,6 +181,6 @@ def _at_a_terminal(process, ours):
         assert process.poll() is None
         sleep(0.5)  # an interrupt that comes before Python waits for keys is not seen
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 0
+        assert process.wait() == 0
     finally:
         process.kill()

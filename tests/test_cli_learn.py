@@ -44,7 +44,7 @@ def test_what_was_learned_is_kept_when_interrupted(run, model_folder, prompts, t
     def stops(line):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "_write", stops)
+    monkeypatch.setattr(command, "_write_json", stops)
     done = run("generate", "--model", model_folder, "--prompts", prompts, *FIXED, "--learn", tmp_path / "heads")
     assert done.code == 130
     ExitHeads.load(tmp_path / "heads")
@@ -53,7 +53,7 @@ def test_what_was_learned_is_kept_when_interrupted(run, model_folder, prompts, t
 def test_heads_of_another_model_are_refused(run, model_folder, tmp_path):  # noqa: F811
     ExitHeads([5], 16, 2).save(tmp_path)
     done = run("generate", "--model", model_folder, "--learn", tmp_path, "hello")
-    assert_refused(done, 2, "--learn", str(tmp_path), "width 16", "width 32")
+    assert_refused(done, 2, "width 16", "width 32")
 
 
 def test_damaged_heads_are_refused(run, model_folder, tmp_path):  # noqa: F811

@@ -37,29 +37,21 @@ def start(*arguments, pipe=subprocess.PIPE, **options):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["generate", "--help"], ["--version"], ["generate", "--top-p", "2", "x"]]
+    "arguments", [["--help"], ["generate", "--help"], ["calibrate", "--help"], ["generate", "--top-p", "2", "x"]]
 )
 def test_help_and_wrong_usage_import_neither_torch_nor_transformers(arguments):
     code = (
         "import sys; from selfspec.cli import main\n"
         "try: main(sys.argv[1:])\n"
-        "finally: assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+        "finally: assert not {'torch', 'transformers'} & set(sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 def test_help_names_every_option_and_begins_with_examples():
-    done = subprocess.run(
-        [*COMMAND, "generate", "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, "COLUMNS": "200"},
-    )
+    wide = {**os.environ, "COLUMNS": "200"}
+    done = subprocess.run([*COMMAND, "generate", "--help"], cwd=ROOT, capture_output=True, check=False, env=wide)
     text = ANSI.sub("", done.stdout.decode())
     assert done.returncode == 0
     assert text.index("selfspec generate 'def") < text.index("--model")
@@ -68,7 +60,6 @@ def test_help_names_every_option_and_begins_with_examples():
         json quiet prompts svg drafters corpus n logprobs repetition-penalty presence-penalty frequency-penalty
         no-repeat-ngram-size"""
     assert all(f"--{name}" in text for name in options.split())
-    assert not any(f"--{old} " in text for old in ("max-new-tokens", "num-draft-tokens", "drafts", "datastore"))
 
 
 IN_A_LIBRARY = """
@@ -82,16 +73,18 @@ assert len(output.outputs[0].token_ids) == 4
 """
 
 
+@pytest.mark.slow
 def test_no_other_package_speaks_where_the_library_is_used(model_folder):
     code = IN_A_LIBRARY.replace("FOLDER", repr(str(model_folder)))
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.slow
 def test_a_quiet_command_says_nothing_however_long_it_takes(model_folder):
     call = ("generate", "abc", "--model", model_folder, "--backend", "views", "--max-tokens", "4", "--stats", "--quiet")
     with start(*call) as process:
-        out, said = process.communicate(timeout=60)
+        out, said = process.communicate()
     assert (process.returncode, said) == (0, b"") and out
 
 
@@ -102,10 +95,12 @@ def test_a_reader_who_leaves_is_no_error(model_folder):
         process.stdin.close()
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(timeout=60) == 1
+        assert process.wait() == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_written(tmp_path):
+    """The text is longer than what a pipe holds, so that the process cannot end before it is interrupted."""
     save_model(tmp_path, max_position_embeddings=100_000)
     call = ("generate", "abc", "--model", tmp_path, "--max-tokens", 90_000, "--policy", "plain", "--quiet")
     with start(*call) as process:
@@ -113,6 +108,6 @@ def test_ctrl_c_keeps_what_was_written(tmp_path):
         first = process.stdout.read(1)
         process.send_signal(signal.SIGINT)
         rest = process.stdout.read()
-        assert process.wait(timeout=60) == 130
+        assert process.wait() == 130
         assert first and rest.endswith(b"\n")
         assert process.stderr.read() == b""

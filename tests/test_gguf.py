@@ -63,7 +63,7 @@ def test_the_target_is_the_model_that_transformers_unpacks(tmp_path, cache, kind
     file = write_gguf(tmp_path / "tiny.gguf", source, kind)
     own = unpacked(file)
     for target in (load(file), load(str(file), dtype="auto")):  # converted, then read
-        assert target.stack.dtype == torch.float32
+        assert target.split.dtype == torch.float32
         weights = target.model.state_dict()
         assert all(torch.equal(weights[name], weight) for name, weight in own.state_dict().items())
         assert target.generate([PROMPT], max_tokens=24)[0].token_ids == continuation(own)
@@ -103,7 +103,7 @@ def test_the_tokenizer_and_its_chat_template_come_along(file, cache, monkeypatch
 
 
 def test_the_command_line_reads_a_file_and_says_once_that_it_converts(file, cache, run):
-    first, second = (run("generate", "--model", file, "--max-new-tokens", 8, "the") for _ in range(2))
+    first, second = (run("generate", "--model", file, "--max-tokens", 8, "the") for _ in range(2))
     assert first.code == second.code == 0
     assert first.out == second.out != ""
     converting, converted = (line for line in first.err.splitlines() if "convert" in line)

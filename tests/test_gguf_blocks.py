@@ -97,12 +97,12 @@ def test_the_compiled_engine_has_the_blocks_of_all_products_and_of_a_tied_head(t
         source = family_model("llama", tie_word_embeddings=tied)
         file = write_gguf(tmp_path / "tiny.gguf", source, "Q4_1", kinds={"token_embd.weight": "Q8_0"})
         target = load(file, backend="compiled")
-        weights = target.stack.llama
+        weights = target.split.llama
         linears = [linear for layer in weights.layers for linear in layer.linears()]
         assert {linear.blocks.type for linear in linears} == {"Q4_1"}
         assert weights.head.blocks.type == ("Q8_0" if tied else "Q4_1")
         assert decoded(target) == tokens(target.model)
-        subset = target.stack.draft_subset(64)
+        subset = target.split.draft_subset(64)
         alone = subset.blocks_alone
         torch.testing.assert_close(dequantized(subset.linear.blocks), subset.linear.weight, rtol=1e-6, atol=1e-7)
         assert torch.equal(dequantized(alone.blocks), dequantized(subset.linear.blocks))
@@ -138,7 +138,7 @@ def test_without_blocks_of_supported_types_nothing_is_mapped(tmp_path):
     file = write_gguf(tmp_path / "tiny.gguf", source, "F16")
     for _ in range(2):
         target = load(file, backend="compiled")
-        assert target.stack.file is None
+        assert target.split.file is None
         assert decoded(target) == tokens(target.model)
 
 
@@ -161,7 +161,7 @@ def test_the_next_call_follows_an_edited_weight_which_has_no_blocks_any_more(fil
     elif not os.path.exists(mapped_file.PAGEMAP):
         pytest.skip("only Linux tells which pages were written to")
     target = load(file, backend="compiled")
-    before, held = decoded(target), target.stack.file
+    before, held = decoded(target), target.split.file
     weight = target.model.model.layers[1].mlp.down_proj.weight
     with torch.no_grad():
         EDITS[edit](weight)
@@ -181,10 +181,10 @@ def test_an_edit_of_a_head_reaches_drafts_over_a_part_of_the_vocabulary(file):
     hidden = torch.randn(3, 256)
     with torch.no_grad():
         target.model.lm_head.weight.mul_(-3)
-    target.stack.refresh()
-    logits, chosen = target.stack.draft_logits(hidden, 1, 64)
-    assert target.stack.draft_subset(64).blocks_alone is None
-    torch.testing.assert_close(logits, target.stack.logits(hidden, 1)[:, chosen], rtol=1e-4, atol=1e-4)
+    target.split.refresh()
+    logits, chosen = target.split.draft_logits(hidden, 1, 64)
+    assert target.split.draft_subset(64).blocks_alone is None
+    torch.testing.assert_close(logits, target.split.logits(hidden, 1)[:, chosen], rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_packed_stays_when_the_file_is_overwritten(file):
@@ -202,8 +202,8 @@ def test_a_truncated_file_is_not_read_any_more(file):
     before = decoded(target)
     os.truncate(file, 4096)
     hidden = torch.randn(3, 256)
-    logits, chosen = target.stack.draft_logits(hidden, 1, 64)
-    torch.testing.assert_close(logits, target.stack.logits(hidden, 1)[:, chosen], rtol=1e-4, atol=1e-4)
+    logits, chosen = target.split.draft_logits(hidden, 1, 64)
+    torch.testing.assert_close(logits, target.split.logits(hidden, 1)[:, chosen], rtol=1e-4, atol=1e-4)
     assert decoded(target) == before
     with torch.no_grad():
         target.model.model.layers[1].mlp.down_proj.weight.mul_(-3)
@@ -217,7 +217,7 @@ def test_biases_beside_blocks_may_be_edited(tmp_path):
     with torch.no_grad():
         target.model.model.layers[1].self_attn.v_proj.bias.add_(torch.randn(128))
     assert decoded(target) == tokens(target.model) != before
-    assert target.stack.llama.layers[1].v.blocks is not None
+    assert target.split.llama.layers[1].v.blocks is not None
 
 
 def test_memory_is_only_given_back_while_nothing_was_edited(tmp_path):
@@ -244,23 +244,23 @@ def test_other_targets_have_no_blocks(tmp_path, file):
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     peft.get_peft_model(read(file)[0], config).save_pretrained(tmp_path / "adapter")
     target = load(file, adapter=tmp_path / "adapter")
-    assert target.stack.file is None
+    assert target.split.file is None
     target.model.merge_and_unload()
     assert decoded(target) == tokens(target.model.get_base_model())
-    assert load(file, dtype="bfloat16").stack.file is None
+    assert load(file, dtype="bfloat16").split.file is None
     pytest.importorskip("torchao")
-    assert load(file, quantize="int8").stack.file is None
+    assert load(file, quantize="int8").split.file is None
 
 
 def test_the_fingerprint_is_that_of_the_weights(file):
     target = load(file)
     plain = Target(AutoModelForCausalLM.from_pretrained(next((file.parent / "cache" / "gguf").iterdir())))
-    first = weights_of(target.stack)
-    assert first == weights_of(plain.stack)
+    first = weights_of(target.split)
+    assert first == weights_of(plain.split)
     for weight in (target.model.model.norm.weight, target.model.model.layers[0].mlp.up_proj.weight):
         weight.data.mul_(2)
-        assert weights_of(target.stack) != first
-        first = weights_of(target.stack)
+        assert weights_of(target.split) != first
+        first = weights_of(target.split)
 
 
 MEMORY = """
@@ -274,7 +274,7 @@ def resident():
 before = resident()
 llm = selfspec.LLM("smollm2", backend="compiled")
 llm.generate(["The capital of France is"], selfspec.SamplingParams(max_tokens=16))
-print((resident() - before - llm.target.stack.compiled.num_bytes) >> 20)
+print((resident() - before - llm.target.split.compiled.num_bytes) >> 20)
 """
 
 

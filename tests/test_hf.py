@@ -502,9 +502,9 @@ def test_the_model_is_left_as_it_was():
 def test_a_model_is_opened_once_and_not_kept_alive(monkeypatch):
     checked = []
 
-    def counted(stack, engine, honest=target.choose):
-        checked.append(stack.num_layers)
-        return honest(stack, engine)
+    def counted(split, engine, honest=target.choose):
+        checked.append(split.num_layers)
+        return honest(split, engine)
 
     monkeypatch.setattr(target, "choose", counted)
     model, spec = build("llama"), SelfSpeculative(2, 3)

@@ -33,7 +33,7 @@ def test_a_folder_is_loaded_with_its_tokenizer(model_folder):
         assert isinstance(target, Target)
         assert target.split_error < 1e-3
         assert target.tokenizer.decode(target.tokenizer("abc")["input_ids"]) == "abc"
-        assert (target.stack.dtype, target.stack.device) == (torch.float32, torch.device(BEST))
+        assert (target.split.dtype, target.split.device) == (torch.float32, torch.device(BEST))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_folder_is_loaded_with_its_tokenizer(model_folder):
 )
 def test_dtypes_may_be_named_or_given(model_folder, tmp_path, dtype, expected):
     AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16).save_pretrained(tmp_path)
-    assert load(tmp_path, dtype=dtype, device="cpu").stack.dtype is expected
+    assert load(tmp_path, dtype=dtype, device="cpu").split.dtype is expected
 
 
 @pytest.mark.parametrize(
@@ -179,8 +179,8 @@ def test_what_lies_beside_the_weights_is_found_in_a_repository_of_the_hub_too(mo
     folder = tmp_path / "hub" / name / "snapshots" / commit
     shutil.copytree(model_folder, folder)
     target = load(folder)
-    ExitHeads([1], target.stack.config.hidden_size, 2).save(folder)
-    profile.store_prior(folder, load(folder).stack, Tracker(target.stack.num_layers).state())
+    ExitHeads([1], target.split.config.hidden_size, 2).save(folder)
+    profile.store_prior(folder, load(folder).split, Tracker(target.split.num_layers).state())
     (folder.parent.parent / "refs").mkdir()
     (folder.parent.parent / "refs" / "main").write_text(commit)
     names = [str(folder / name) for name in (profile.STORED, EXIT_HEADS)]

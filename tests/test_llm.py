@@ -170,7 +170,7 @@ def test_drafts_may_be_made_otherwise_by_the_same_opened_model(model):
     assert tokens_of(outputs[0]) == tokens_of(outputs[1]) == tokens_of(outputs[2])
     stats = [output[0].outputs[0].stats for output in outputs[1:]]
     assert stats[0].num_draft_tokens == 0 and set(stats[1].acceptance_histogram_by_draft_length) <= {1, 2, 3}
-    assert plain.target.stack is llm.target.stack
+    assert plain.target.split is llm.target.split
 
 
 def num_rounds(llm, prompt, params):

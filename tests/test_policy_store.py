@@ -70,7 +70,7 @@ def target(monkeypatch):
     """A target whose costs are made up, in a program that counts its policies."""
     made = Target(build("llama"))
     costs = made_up_costs()
-    monkeypatch.setattr(profile, "costs_of", lambda stack, batch_size: costs)
+    monkeypatch.setattr(profile, "costs_of", lambda split, batch_size: costs)
     monkeypatch.setattr(registry, "Adaptive", Counted)
     monkeypatch.setattr(Counted, "latest", None)
     for name in ("made", "rounds", "met", "forgotten"):
@@ -114,7 +114,7 @@ def test_a_policy_of_other_costs_is_left_and_what_it_saw_is_kept(target, monkeyp
 
 def test_what_is_saved_is_all_that_was_seen(target, monkeypatch):
     saved = []
-    monkeypatch.setattr(profile, "save_prior", lambda stack, prior: saved.append(prior))
+    monkeypatch.setattr(profile, "save_prior", lambda split, prior: saved.append(prior))
     target.save_prior()
     assert saved == []
     for prompt in PROMPTS:
@@ -145,9 +145,9 @@ def test_a_policy_that_was_interrupted_decides_no_more(target, monkeypatch, prob
     monkeypatch.setattr("selfspec.control.adaptive.decide", interrupted)
     with pytest.raises(problem):
         tokens(target, PROMPTS[2])
-    assert is_prior(target.prior, target.stack.num_layers)
+    assert is_prior(target.prior, target.split.num_layers)
     monkeypatch.undo()
-    monkeypatch.setattr(profile, "costs_of", lambda stack, batch_size: costs)
+    monkeypatch.setattr(profile, "costs_of", lambda split, batch_size: costs)
     monkeypatch.setattr(registry, "Adaptive", Counted)
     before = Counted.made
     assert tokens(target, PROMPTS[2]) == wanted

@@ -33,8 +33,8 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def stack():
-    return tiny("llama").stack
+def split():
+    return tiny("llama").split
 
 
 @pytest.fixture
@@ -42,9 +42,9 @@ def fake(monkeypatch):
     """Measuring is instant, and every measurement is noted."""
     done = []
 
-    def measure(stack, batch_sizes=(1,)):
+    def measure(split, batch_sizes=(1,)):
         done.append(tuple(batch_sizes))
-        return some_costs(num_layers=stack.num_layers, rows=tuple(sorted({1, *batch_sizes})))
+        return some_costs(num_layers=split.num_layers, rows=tuple(sorted({1, *batch_sizes})))
 
     monkeypatch.setattr(profile, "measure", measure)
     return done
@@ -75,11 +75,11 @@ def test_the_environment_says_where(monkeypatch, tmp_path):
 # ------------------------------------------------------------------------------------------------- there and back
 
 
-def test_costs_come_back_equal_in_a_file_that_people_can_read(cache, stack, caplog):
-    assert profile.read_costs(stack) is None
+def test_costs_come_back_equal_in_a_file_that_people_can_read(cache, split, caplog):
+    assert profile.read_costs(split) is None
     costs = some_costs(1 / 3)
-    path = profile.save_costs(stack, costs)
-    assert profile.read_costs(stack) == costs
+    path = profile.save_costs(split, costs)
+    assert profile.read_costs(split) == costs
     assert [path] == list(cache.iterdir()) and path.name.startswith("costs-")
     content = json.loads(path.read_text("utf-8"))
     key = content["key"]
@@ -89,63 +89,63 @@ def test_costs_come_back_equal_in_a_file_that_people_can_read(cache, stack, capl
     assert notices(caplog) == []
 
 
-def test_a_prior_comes_back_equal_and_belongs_to_the_weights(cache, stack, caplog):
-    assert profile.read_prior(stack) is None
+def test_a_prior_comes_back_equal_and_belongs_to_the_weights(cache, split, caplog):
+    assert profile.read_prior(split) is None
     prior = {"hits": [[1.5, 2], [3]], "name": "é", "none": None}
-    path = profile.save_prior(stack, prior)
-    assert profile.read_prior(stack) == prior and path.name.startswith("prior-")
-    other = Target(build("llama", seed=1)).stack
+    path = profile.save_prior(split, prior)
+    assert profile.read_prior(split) == prior and path.name.startswith("prior-")
+    other = Target(build("llama", seed=1)).split
     assert profile.read_prior(other) is None
-    assert profile.costs_key(other) == profile.costs_key(stack)
+    assert profile.costs_key(other) == profile.costs_key(split)
     assert notices(caplog) == []
 
 
 @pytest.mark.parametrize("bad", [{"a": float("nan")}, {"a": [float("inf")]}, {"a": {1, 2}}])
-def test_a_prior_that_json_cannot_hold_is_refused_before_anything_is_written(cache, stack, bad):
+def test_a_prior_that_json_cannot_hold_is_refused_before_anything_is_written(cache, split, bad):
     with pytest.raises((ValueError, TypeError)):
-        profile.save_prior(stack, bad)
+        profile.save_prior(split, bad)
     assert not cache.exists()
 
 
 # -------------------------------------------------------------------------------------------------------------- keys
 
 
-def test_a_key_knows_what_changes_speed(stack, monkeypatch):
-    key = profile.costs_key(stack)
-    assert json.loads(json.dumps(key)) == key == profile.costs_key(Target(build("llama")).stack)
+def test_a_key_knows_what_changes_speed(split, monkeypatch):
+    key = profile.costs_key(split)
+    assert json.loads(json.dumps(key)) == key == profile.costs_key(Target(build("llama")).split)
     others = [
-        Target(build("llama", intermediate_size=64)).stack,
-        Target(build("llama", num_hidden_layers=3)).stack,
-        Target(build("llama").bfloat16()).stack,
-        Target(build("llama"), check=False).stack,  # by the views
-        tiny("mistral").stack,
+        Target(build("llama", intermediate_size=64)).split,
+        Target(build("llama", num_hidden_layers=3)).split,
+        Target(build("llama").bfloat16()).split,
+        Target(build("llama"), check=False).split,  # by the views
+        tiny("mistral").split,
     ]
     keys = [key, *map(profile.costs_key, others)]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 13)
-    keys.append(profile.costs_key(stack))
+    keys.append(profile.costs_key(split))
     assert len({json.dumps(k, sort_keys=True) for k in keys}) == len(keys)
 
 
-def test_a_prior_s_key_follows_weights_and_adapters_not_the_number_format(stack):
-    key = profile.prior_key(stack)
+def test_a_prior_s_key_follows_weights_and_adapters_not_the_number_format(split):
+    key = profile.prior_key(split)
     model = build("llama")
-    assert profile.prior_key(Target(model.double()).stack) == key
+    assert profile.prior_key(Target(model.double()).split) == key
     with torch.no_grad():
         model.model.layers[2].mlp.up_proj.weight.mul_(1.1)
-    assert profile.prior_key(Target(model).stack) != key
+    assert profile.prior_key(Target(model).split) != key
 
 
-def test_an_adapter_has_keys_of_its_own(stack):
+def test_an_adapter_has_keys_of_its_own(split):
     peft = pytest.importorskip("peft")
     wrapped = peft.get_peft_model(build("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
     target = Target(wrapped)
-    on = profile.costs_key(target.stack), profile.prior_key(target.stack)
-    assert on[0] != profile.costs_key(stack) and on[1] != profile.prior_key(stack)
+    on = profile.costs_key(target.split), profile.prior_key(target.split)
+    assert on[0] != profile.costs_key(split) and on[1] != profile.prior_key(split)
     with torch.no_grad():
         for name, weight in wrapped.named_parameters():
             if "lora_B" in name:
                 weight.add_(1.0)
-    assert profile.costs_key(target.stack) == on[0] and profile.prior_key(target.stack) != on[1]
+    assert profile.costs_key(target.split) == on[0] and profile.prior_key(target.split) != on[1]
 
 
 # ----------------------------------------------------------------------------------------------------- broken files
@@ -184,21 +184,21 @@ def edited(text, drop=False, **changes):
 
 
 @pytest.mark.parametrize("damage", BROKEN.values(), ids=BROKEN.keys())
-def test_a_broken_or_stale_file_is_measured_again_with_one_notice(cache, stack, fake, caplog, damage):
-    path = profile.save_costs(stack, some_costs(2.0))
+def test_a_broken_or_stale_file_is_measured_again_with_one_notice(cache, split, fake, caplog, damage):
+    path = profile.save_costs(split, some_costs(2.0))
     path.write_bytes(damage(path.read_bytes()) if callable(damage) else damage)
-    costs = profile.costs_of(stack)
+    costs = profile.costs_of(split)
     [notice] = notices(caplog)
     assert str(path) in notice and "measuring again" in notice and "\n" not in notice
-    assert fake == [(1,)] and profile.read_costs(stack) == costs == some_costs(rows=(1,))
+    assert fake == [(1,)] and profile.read_costs(split) == costs == some_costs(rows=(1,))
     assert list(cache.iterdir()) == [path] and len(notices(caplog)) == 1
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"key": 1}', lambda text: edited(text, prior=[1])])
-def test_a_broken_prior_is_left_aside_with_one_notice(cache, stack, caplog, damage):
-    path = profile.save_prior(stack, {"a": 1})
+def test_a_broken_prior_is_left_aside_with_one_notice(cache, split, caplog, damage):
+    path = profile.save_prior(split, {"a": 1})
     path.write_bytes(damage(path.read_bytes()) if callable(damage) else damage)
-    assert profile.read_prior(stack) is None
+    assert profile.read_prior(split) is None
     [notice] = notices(caplog)
     assert str(path) in notice and "starting without it" in notice
 
@@ -213,7 +213,7 @@ def blocked_by_a_file(cache, monkeypatch):
 
 def blocked_by_a_folder(cache, monkeypatch):
     """Where the file should be stands a folder."""
-    profile.path_of("costs", profile.costs_key(tiny("llama").stack)).mkdir(parents=True)
+    profile.path_of("costs", profile.costs_key(tiny("llama").split)).mkdir(parents=True)
 
 
 def closed(cache, monkeypatch):
@@ -237,35 +237,35 @@ def test_where_nothing_can_be_written_costs_are_kept_in_memory_with_one_notice(c
     assert not cache.is_dir() or not [p for p in cache.iterdir() if p.name.startswith(".")]
 
 
-def test_without_a_home_folder_nothing_is_kept(stack, fake, monkeypatch, caplog):
+def test_without_a_home_folder_nothing_is_kept(split, fake, monkeypatch, caplog):
     for name in ("SELFSPEC_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    assert profile.costs_of(stack) == some_costs(rows=(1,))
+    assert profile.costs_of(split) == some_costs(rows=(1,))
     assert len(notices(caplog)) == 1 and "no home folder" in notices(caplog)[0]
 
 
 @pytest.mark.parametrize("fails", ["replace", "fsync"])
-def test_a_write_that_fails_leaves_the_old_file_and_no_other(cache, stack, monkeypatch, caplog, fails):
-    path = profile.save_costs(stack, some_costs(1.0))
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(cache, split, monkeypatch, caplog, fails):
+    path = profile.save_costs(split, some_costs(1.0))
 
     def full(*arguments, **options):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(os, fails, full)
-        assert profile.save_costs(stack, some_costs(2.0)) is None
+        assert profile.save_costs(split, some_costs(2.0)) is None
     assert "No space left" in notices(caplog)[0] and len(notices(caplog)) == 1
-    assert list(cache.iterdir()) == [path] and profile.read_costs(stack) == some_costs(1.0)
+    assert list(cache.iterdir()) == [path] and profile.read_costs(split) == some_costs(1.0)
 
 
-def test_ctrl_c_while_writing_leaves_no_file_behind(cache, stack, monkeypatch):
+def test_ctrl_c_while_writing_leaves_no_file_behind(cache, split, monkeypatch):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        profile.save_costs(stack, some_costs())
+        profile.save_costs(split, some_costs())
     assert list(cache.iterdir()) == []
 
 
@@ -273,21 +273,21 @@ def test_ctrl_c_while_writing_leaves_no_file_behind(cache, stack, monkeypatch):
 
 
 def write_often(seed, times=30):
-    stack = tiny("llama").stack
+    split = tiny("llama").split
     for i in range(times):
-        assert profile.save_costs(stack, some_costs(1.0 + seed + i)) is not None
+        assert profile.save_costs(split, some_costs(1.0 + seed + i)) is not None
 
 
-def test_of_concurrent_writers_the_last_one_wins_and_no_reader_sees_half_a_file(cache, stack, caplog):
-    profile.save_costs(stack, some_costs(0.5))
+def test_of_concurrent_writers_the_last_one_wins_and_no_reader_sees_half_a_file(cache, split, caplog):
+    profile.save_costs(split, some_costs(0.5))
     writers = [threading.Thread(target=write_often, args=(100 * i,)) for i in range(4)]
     for writer in writers:
         writer.start()
     read = 0
     while any(writer.is_alive() for writer in writers) or not read:
-        assert profile.read_costs(stack) is not None
+        assert profile.read_costs(split) is not None
         read += 1
-    assert profile.read_costs(stack).plain(1) / 4 % 100 == 30  # each writer's last one
+    assert profile.read_costs(split).plain(1) / 4 % 100 == 30  # each writer's last one
     assert len(list(cache.iterdir())) == 1 and notices(caplog) == []
 
 
@@ -311,7 +311,7 @@ def test_larger_batches_are_measured_beside_what_is_known(cache, fake):
         assert fake[known:] == ([measured] if measured else [])
         assert costs.plain.points[-1] >= min(batch_size, 32)
     assert costs.plain.points == ROWS
-    assert profile.read_costs(target.stack) == costs
+    assert profile.read_costs(target.split) == costs
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, "8"])
@@ -332,4 +332,4 @@ def test_a_real_measurement_is_kept(cache):
     target = Target(build("llama"))
     costs = target.costs(2)
     assert costs.plain.points == (1, 2) and costs.num_layers == 4
-    assert profile.read_costs(target.stack) == costs
+    assert profile.read_costs(target.split) == costs

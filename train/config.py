@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from selfspec.configuration import build, check, read_yaml
+from train.configuration import build, check, read_yaml
 from train.sections import (
     CorpusConfig,
     DataConfig,

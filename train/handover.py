@@ -138,8 +138,8 @@ def unpack(archive: Path, folder: Path) -> Path:
     parts, unfinished = parts_of(archive), folder.with_name(f"{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        with ExitStack() as stack:
-            joined = io.BufferedReader(PartReader([stack.enter_context(part.open("rb")) for part in parts]))
+        with ExitStack() as split:
+            joined = io.BufferedReader(PartReader([split.enter_context(part.open("rb")) for part in parts]))
             with lzma.open(joined) as packed, tarfile.open(fileobj=packed, mode="r|") as tar:
                 tar.extractall(unfinished, filter="data")
         unfinished.rename(folder)

@@ -10,9 +10,9 @@ import torch
 import yaml
 
 from selfspec import __version__
-from selfspec.configuration import as_plain
 from selfspec.files import write_whole
 from selfspec.model.exit_heads import FILE
+from train.configuration import as_plain
 from train.heads_config import HeadsRun
 from train.heads_loss import Agreement
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from selfspec.configuration import check, check_least, check_positive, option
+from train.configuration import check, check_least, check_positive, option
 from train.sections import DataConfig, TextConfig
 
 MAY_DIFFER = ("heads.output", "text.batch_size", "training.save_steps", "training.log_steps", "training.lr")

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from selfspec.configuration import differences
 from selfspec.files import write_whole
+from train.configuration import differences
 from train.errors import RunFailed
 from train.heads_config import MAY_DIFFER, HeadsRun
 

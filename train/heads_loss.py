@@ -11,7 +11,7 @@ from torch import Tensor
 
 from selfspec.model.draft_vocabulary import Frequencies, Subset
 from selfspec.model.exit_heads import ExitHeads
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 from train.heads_states import Batch, chunks, run_texts, with_rest
 from train.samples import Sample
 
@@ -27,18 +27,18 @@ class Agreement(NamedTuple):
     """Mean of the sum over tokens of min(p, q), at temperature 1: acceptance when sampling (arXiv 2211.17192)."""
 
 
-def draft_subset(stack: Stack, texts: Sequence[Sample]) -> Subset | None:
+def draft_subset(split: SplitModel, texts: Sequence[Sample]) -> Subset | None:
     """The tokens that drafts are over by default, from their frequencies in texts; None: the whole vocabulary."""
-    size = stack.default_draft_vocab
+    size = split.default_draft_vocab
     if size is None:
         return None
-    frequencies = Frequencies(stack.vocab_size)
+    frequencies = Frequencies(split.vocab_size)
     for text in texts:
         frequencies.add(text.tokens[text.num_prompt :])
-    return stack.subset_of(frequencies.top(size))
+    return split.subset_of(frequencies.top(size))
 
 
-def exit_losses(stack: Stack, heads: ExitHeads, batch: Batch, subset: Subset | None, by_kl: bool) -> list[Tensor]:
+def exit_losses(split: SplitModel, heads: ExitHeads, batch: Batch, subset: Subset | None, by_kl: bool) -> list[Tensor]:
     """The loss of each exit of the heads, a float32 scalar each.
 
     p is the whole model's distribution, q the exit's over the draft vocabulary. Both are known for the most probable
@@ -56,7 +56,7 @@ def exit_losses(stack: Stack, heads: ExitHeads, batch: Batch, subset: Subset | N
     places, is_draft = batch.ids, torch.ones_like(batch.ids, dtype=torch.bool)
     log_p = batch.log_probs
     if subset is not None:
-        found = torch.full((stack.vocab_size,), -1, device=batch.ids.device)
+        found = torch.full((split.vocab_size,), -1, device=batch.ids.device)
         found[subset.tokens] = torch.arange(len(subset.tokens), device=found.device)
         places = found[batch.ids]
         is_draft = places >= 0
@@ -64,8 +64,8 @@ def exit_losses(stack: Stack, heads: ExitHeads, batch: Batch, subset: Subset | N
     losses = []
     for layer, hidden in zip(heads.layers, batch.hidden, strict=True):
         # The heads are float32; norm and head are the model's own, in its dtype, as in drafting.
-        adapted = heads(hidden, layer).to(stack.dtype)
-        logits = stack.logits(adapted, layer) if subset is None else stack.subset_logits(adapted, layer, subset)
+        adapted = heads(hidden, layer).to(split.dtype)
+        logits = split.logits(adapted, layer) if subset is None else split.subset_logits(adapted, layer, subset)
         log_q = logits.log_softmax(-1).gather(-1, places.clamp(min=0))
         log_q = with_rest(log_q.masked_fill(~is_draft, float("-inf")))
         if by_kl:
@@ -79,7 +79,7 @@ def exit_losses(stack: Stack, heads: ExitHeads, batch: Batch, subset: Subset | N
 
 @torch.no_grad()
 def measure(
-    stack: Stack, heads: ExitHeads | None, texts: Sequence[Sample], exits: Sequence[int], subset: Subset | None
+    split: SplitModel, heads: ExitHeads | None, texts: Sequence[Sample], exits: Sequence[int], subset: Subset | None
 ) -> dict[int, Agreement]:
     """Agreement of exits with the whole model on texts, at positions that the model wrote, as in drafting.
 
@@ -87,18 +87,18 @@ def measure(
         heads: they are measured in the model's dtype. None: exits without heads.
         subset: the draft vocabulary; None: the whole vocabulary.
     """
-    ready = None if heads is None else copy.deepcopy(heads).to(stack.device, stack.dtype)
+    ready = None if heads is None else copy.deepcopy(heads).to(split.device, split.dtype)
     same, shared = torch.zeros(len(exits)), torch.zeros(len(exits))
     number = 0
-    for seen in run_texts(stack, texts, exits):
+    for seen in run_texts(split, texts, exits):
         number += len(seen.final)
-        for chunk in chunks(stack, len(seen.final)):
-            p = stack.logits(seen.final[chunk]).softmax(-1)
+        for chunk in chunks(split, len(seen.final)):
+            p = split.logits(seen.final[chunk]).softmax(-1)
             target, drafted = p.argmax(-1), p if subset is None else p[:, subset.tokens]
             for index, layer in enumerate(exits):
                 hidden = seen.hidden[index, chunk]
                 hidden = hidden if ready is None else ready(hidden, layer)
-                logits = stack.logits(hidden, layer) if subset is None else stack.subset_logits(hidden, layer, subset)
+                logits = split.logits(hidden, layer) if subset is None else split.subset_logits(hidden, layer, subset)
                 q = logits.softmax(-1)
                 picks = q.argmax(-1) if subset is None else subset.tokens[q.argmax(-1)]
                 same[index] += (picks == target).sum().cpu()

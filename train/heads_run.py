@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from selfspec.configuration import as_plain
 from selfspec.errors import UnsupportedModelError
 from selfspec.loading import hub
 from selfspec.loading.target import Target
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.fingerprint import hidden_size_of, intermediate_size_of, weights_of
+from train.configuration import as_plain
 from train.errors import RunFailed
 from train.heads_card import Facts, table, write_card
 from train.heads_config import HeadsRun
@@ -38,7 +38,7 @@ def train_heads(config: HeadsRun, command: str = "", resume: bool = False) -> Pa
     folder = output_folder(config)
     saved = read_checkpoint(folder, config) if resume else None
     target = open_target(config)
-    exits = config.exits_of(target.stack.num_layers)
+    exits = config.exits_of(target.split.num_layers)
     run = _Run(config, target, exits, folder)
     run.begin(saved)
     run.train()
@@ -78,19 +78,19 @@ def open_target(config: HeadsRun) -> Target:
         )
     except (OSError, UnsupportedModelError) as error:
         raise ValueError(str(error)) from error
-    target.stack.model.requires_grad_(False)
+    target.split.model.requires_grad_(False)
     return target
 
 
 class _Run:
     def __init__(self, config: HeadsRun, target: Target, exits: tuple[int, ...], folder: Path) -> None:
-        self.config, self.target, self.stack = config, target, target.stack
-        self.exits, self.folder, self.weights = exits, folder, weights_of(target.stack)
+        self.config, self.target, self.split = config, target, target.split
+        self.exits, self.folder, self.weights = exits, folder, weights_of(target.split)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.training.seed)
-            inner = config.heads.inner_size or intermediate_size_of(self.stack)
-            heads = ExitHeads(exits, hidden_size_of(self.stack), inner, self.weights)
-        self.heads = heads.to(self.stack.device)
+            inner = config.heads.inner_size or intermediate_size_of(self.split)
+            heads = ExitHeads(exits, hidden_size_of(self.split), inner, self.weights)
+        self.heads = heads.to(self.split.device)
         decay = {"lr": config.training.lr, "weight_decay": config.training.weight_decay}
         self.optimizer = torch.optim.AdamW(self.heads.parameters(), **decay)
         self.step, self.spent, self.curve = 0, 0.0, list[list[float]]()
@@ -106,9 +106,9 @@ class _Run:
             self.heads.load_state_dict(saved["heads"])
             self.optimizer.load_state_dict(saved["optimizer"])
             self.step, self.spent, self.curve = saved["step"], saved["spent"], saved["curve"]
-        self.held_out, self.subset = held_out, draft_subset(self.stack, texts)
-        self.stream = Stream(self.stack, texts, self.exits, self.config.training)
-        self.before = measure(self.stack, None, held_out, self.exits, self.subset)
+        self.held_out, self.subset = held_out, draft_subset(self.split, texts)
+        self.stream = Stream(self.split, texts, self.exits, self.config.training)
+        self.before = measure(self.split, None, held_out, self.exits, self.subset)
         print(
             f"text: {len(texts)} texts with {self.stream.num_positions:,} tokens to learn from, "
             f"{len(held_out)} held out, after {self.seconds:.0f} s; "
@@ -127,7 +127,7 @@ class _Run:
             return
         for batch in self.stream.batches(first):
             by_kl = self.step < training.kl_share * training.steps
-            losses = exit_losses(self.stack, self.heads, batch, self.subset, by_kl)
+            losses = exit_losses(self.split, self.heads, batch, self.subset, by_kl)
             lr = self._update(torch.stack(losses))
             self.step += 1
             done = self.step == training.steps
@@ -178,7 +178,7 @@ class _Run:
     def finish(self, command: str) -> Path:
         """Write heads, card and losses, then remove the files of an unfinished run."""
         heads = self.heads.requires_grad_(False).bfloat16()  # half the bytes to read per drafted token
-        after = measure(self.stack, heads, self.held_out, self.exits, self.subset)
+        after = measure(self.split, heads, self.held_out, self.exits, self.subset)
         facts = Facts(
             config=self.config,
             command=command,
@@ -188,8 +188,8 @@ class _Run:
             inner_size=heads.inner_size,
             draft_vocab=None if self.subset is None else len(self.subset.tokens),
             parameters=sum(each.numel() for each in heads.parameters()),
-            num_layers=self.stack.num_layers,
-            device=f"{self.stack.device.type}, {torch.get_num_threads()} threads, {self.stack.dtype}",
+            num_layers=self.split.num_layers,
+            device=f"{self.split.device.type}, {torch.get_num_threads()} threads, {self.split.dtype}",
             trained_on=self.stream.num_positions,
             measured_on=count_positions(self.held_out),
             agreement={layer: (self.before[layer], after[layer]) for layer in self.exits},

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from selfspec.model.fingerprint import hidden_size_of
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
-from selfspec.model.stack import Stack, Taps
+from selfspec.model.split_model import SplitModel, Taps
 from train.heads_config import TrainingConfig
 from train.samples import Sample, count_positions
 
@@ -23,7 +23,7 @@ MIN_LOG_PROB = -1e4  # of a token, so that masked ones give no NaN
 
 
 class States(NamedTuple):
-    """What the model computes at N positions, on its device, in the stack's `hidden_dtype`."""
+    """What the model computes at N positions, on its device, in the split model's `hidden_dtype`."""
 
     hidden: Tensor  # [exits, N, hidden_size], before the final norm
     final: Tensor  # [N, hidden_size], after the last layer and the final norm
@@ -37,7 +37,7 @@ class Batch(NamedTuple):
     log_probs: Tensor  # float32 [N, k + 1] of these tokens and, last, of all others together
 
 
-def run_texts(stack: Stack, texts: Sequence[Sample], exits: Sequence[int]) -> Iterator[States]:
+def run_texts(split: SplitModel, texts: Sequence[Sample], exits: Sequence[int]) -> Iterator[States]:
     """Run the model over texts, several per call, and yield the states at each text's `positions`, in order."""
     for group in _groups([len(text.tokens) for text in texts]):
         tokens = [token for i in group for token in texts[i].tokens]
@@ -46,14 +46,14 @@ def run_texts(stack: Stack, texts: Sequence[Sample], exits: Sequence[int]) -> It
         if not kept:
             continue
         longest = max(len(texts[i].tokens) for i in group)
-        page = longest if stack.device.type == "cpu" else CUDA_PAGE_SIZE
+        page = longest if split.device.type == "cpu" else CUDA_PAGE_SIZE
         cache = PagedCache(sum(-(-len(texts[i].tokens) // page) for i in group), page)
         spans = [Span(cache.reserve(len(texts[i].tokens)) or [], 0, len(texts[i].tokens)) for i in group]
         taps: Taps = dict.fromkeys(exits)
         with torch.no_grad():  # no inference mode, since the results are used in training
-            rows = PackedRows(cache, spans, stack.device)
-            last = stack.run(rows, 0, stack.num_layers, torch.tensor(tokens, device=stack.device), taps)
-            at = torch.tensor(kept, device=stack.device)
+            rows = PackedRows(cache, spans, split.device)
+            last = split.run(rows, 0, split.num_layers, torch.tensor(tokens, device=split.device), taps)
+            at = torch.tensor(kept, device=split.device)
             hidden = torch.stack([taps[layer][at] for layer in exits])  # type: ignore[index]
             yield States(hidden, last[at])
 
@@ -70,32 +70,32 @@ def _groups(lengths: Sequence[int]) -> Iterator[list[int]]:
         yield group
 
 
-def chunks(stack: Stack, num: int) -> Iterator[slice]:
+def chunks(split: SplitModel, num: int) -> Iterator[slice]:
     """Slices of N positions with at most `LOGITS_AT_ONCE` logits each."""
-    size = max(1, LOGITS_AT_ONCE // stack.vocab_size)
+    size = max(1, LOGITS_AT_ONCE // split.vocab_size)
     return (slice(at, at + size) for at in range(0, num, size))
 
 
-def collect(stack: Stack, texts: Sequence[Sample], exits: Sequence[int], top_k: int) -> Batch:
+def collect(split: SplitModel, texts: Sequence[Sample], exits: Sequence[int], top_k: int) -> Batch:
     """Collect what heads learn from in one batch on the host, with 16-bit hidden states and float16 log-probabilities.
 
     Args:
         top_k: number of most probable tokens to keep per position.
     """
-    num, width, k = count_positions(texts), hidden_size_of(stack), min(top_k, stack.vocab_size - 1)
-    half = stack.dtype if stack.dtype.itemsize < 4 else torch.bfloat16
+    num, width, k = count_positions(texts), hidden_size_of(split), min(top_k, split.vocab_size - 1)
+    half = split.dtype if split.dtype.itemsize < 4 else torch.bfloat16
     kept = Batch(
         torch.empty(len(exits), num, width, dtype=half),
         torch.empty(num, k, dtype=torch.int32),
         torch.empty(num, k + 1, dtype=torch.float16),
     )
     at = 0
-    for part in run_texts(stack, texts, exits):
+    for part in run_texts(split, texts, exits):
         size = len(part.final)
         kept.hidden[:, at : at + size] = part.hidden.to("cpu", half)
-        for chunk in chunks(stack, size):
+        for chunk in chunks(split, size):
             with torch.no_grad():
-                top, ids = stack.logits(part.final[chunk]).log_softmax(-1).topk(k, sorted=True)
+                top, ids = split.logits(part.final[chunk]).log_softmax(-1).topk(k, sorted=True)
             where = slice(at + chunk.start, at + chunk.start + len(ids))
             kept.ids[where], kept.log_probs[where] = ids.cpu().int(), with_rest(top).cpu().half()
         at += size
@@ -115,8 +115,10 @@ class Stream:
         ValueError: the texts hold fewer positions than one batch.
     """
 
-    def __init__(self, stack: Stack, texts: Sequence[Sample], exits: Sequence[int], training: TrainingConfig) -> None:
-        self.stack, self.texts, self.exits, self.config = stack, texts, tuple(exits), training
+    def __init__(
+        self, split: SplitModel, texts: Sequence[Sample], exits: Sequence[int], training: TrainingConfig
+    ) -> None:
+        self.split, self.texts, self.exits, self.config = split, texts, tuple(exits), training
         self.num_positions, size = count_positions(texts), training.tokens_per_batch
         if self.num_positions < size:
             raise ValueError(
@@ -162,11 +164,11 @@ class Stream:
         if self._held is None or self._held[0] != shard:
             self._held = None  # free memory before the next shard
             texts = [self.texts[i] for i in self.shards[shard]]
-            self._held = shard, collect(self.stack, texts, self.exits, self.config.top_k)
+            self._held = shard, collect(self.split, texts, self.exits, self.config.top_k)
         return self._held[1]
 
     def _pick(self, states: Batch, at: Tensor) -> Batch:
-        device = self.stack.device
+        device = self.split.device
         return Batch(
             states.hidden[:, at].to(device, torch.float32),
             states.ids[at].to(device, torch.int64),

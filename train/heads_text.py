@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from selfspec.configuration import check
 from selfspec.control.plan import Plain
 from selfspec.core import SamplingParams
 from selfspec.decoding.defaults import GenerationDefaults
 from selfspec.decoding.engine import LLMEngine, page_size_of
 from selfspec.loading.target import Target
+from train.configuration import check
 from train.heads_config import HeadsRun
 from train.samples import Sample, UserTurn, Writer, count_positions, split
 from train.sections import DataConfig, TextConfig
@@ -30,7 +30,7 @@ def gather_texts(target: Target, config: HeadsRun, written: Written) -> tuple[li
         ValueError: prompts cannot be read, the model has no tokenizer for them, or its chat template does not have a
             user's text in one place.
     """
-    text, limit = config.text, target.stack.context_limit
+    text, limit = config.text, target.split.context_limit
     room = limit - text.max_new_tokens
     fits = room > text.prompt_tokens
     check(fits, "text.max_new_tokens", f"short enough for the model's {limit} positions", text.max_new_tokens)
@@ -67,18 +67,18 @@ def _read(target: Target, data: DataConfig, config: TextConfig, turn: UserTurn |
 
 def _openings(target: Target, config: TextConfig) -> list[list[int]]:
     """The first token of each text of a model without a chat template: its own, or a random one."""
-    numbers, begin = random.Random(config.seed), getattr(target.stack.config, "bos_token_id", None)
-    count, size = config.num_held_out + config.num_texts, target.stack.vocab_size
+    numbers, begin = random.Random(config.seed), getattr(target.split.config, "bos_token_id", None)
+    count, size = config.num_held_out + config.num_texts, target.split.vocab_size
     return [[numbers.randrange(size) if begin is None else int(begin)] for _ in range(count)]
 
 
 def _write(target: Target, tasks: Sequence[Task], ends: Sequence[int]) -> Iterator[tuple[Task, list[int]]]:
     """Write a batch by the engine; heads learn the model's own distribution, as no generation config changes it."""
-    stack = target.refresh()
-    longest = min(max(len(task.prompt) + task.count for task in tasks), stack.context_limit)
-    pages = {"max_num_cached_tokens": len(tasks) * (longest + -longest % page_size_of(stack))}
-    defaults = GenerationDefaults(stack.model, target.tokenizer)
-    engine = LLMEngine(stack, Plain(), defaults, max_num_seqs=len(tasks), final_only=True, **pages)
+    split = target.refresh()
+    longest = min(max(len(task.prompt) + task.count for task in tasks), split.context_limit)
+    pages = {"max_num_cached_tokens": len(tasks) * (longest + -longest % page_size_of(split))}
+    defaults = GenerationDefaults(split.model, target.tokenizer)
+    engine = LLMEngine(split, Plain(), defaults, max_num_seqs=len(tasks), final_only=True, **pages)
     shared: dict[str, Any] = {"stop_token_ids": list(ends), "generation_config": False}
     for at, (prompt, count, temperature, seed) in enumerate(tasks):
         params = SamplingParams(max_tokens=count, temperature=temperature, seed=seed, **shared)

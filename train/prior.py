@@ -81,8 +81,8 @@ def store(given: argparse.Namespace) -> Path:
     if not folder.is_dir():
         raise ValueError(f"the model must be a folder, where the file is written, or demo, got {given.model!r}")
     llm = LLM(given.model)
-    stack = llm.target.stack
-    watch = Watch(stack.num_layers)
+    split = llm.target.split
+    watch = Watch(split.num_layers)
     llm = llm.with_speculative(SpeculativeConfig(policy=watch))
     for i, prompt in enumerate(itertools.islice(_prompts(given.config, given.seed), given.num_texts)):
         temperature = TEMPERATURES[i % len(TEMPERATURES)]
@@ -91,7 +91,7 @@ def store(given: argparse.Namespace) -> Path:
             prompt, SamplingParams(max_tokens=length, temperature=temperature, seed=i, generation_config=False)
         )
         print(f"text {i + 1} of {given.num_texts}", file=sys.stderr, flush=True)
-    return profile.store_prior(folder, stack, watch.tracker.state())
+    return profile.store_prior(folder, split, watch.tracker.state())
 
 
 def _prompts(config: str, seed: int) -> Iterator[str]:

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from selfspec.configuration import as_plain
 from selfspec.files import write_whole
 from train.agreement import ExitQuality, evaluating, exit_agreement, held_out_scores, held_out_windows
 from train.config import TrainConfig
+from train.configuration import as_plain
 from train.corpus import TEST_FOLDERS, docstrings, read_corpus
 from train.data import pack
 from train.gsm8k import accuracy, read_problems

@@ -21,7 +21,7 @@ from train.material import Material, gather, load_tokenizer
 from train.quality import base_quality, measure
 
 SAMPLE_PROMPTS = (
-    "class Stack:\n    def __init__(self):\n",
+    "class SplitModel:\n    def __init__(self):\n",
     "def read_lines(path):\n",
     "import os\nimport sys\n\ndef main():\n",
 )

@@ -1,4 +1,4 @@
-"""The sections of a configuration: frozen dataclasses that check their values; see `selfspec.configuration`."""
+"""The sections of a configuration: frozen dataclasses that check their values; see `train.configuration`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from selfspec.configuration import check, check_least, check_positive, option
+from train.configuration import check, check_least, check_positive, option
 
 
 def _check_choice(key: str, value: str, *allowed: str) -> None:

@@ -19,7 +19,7 @@ from selfspec.calibrate.timed_rounds import FURTHER, SHADOW_POSITIONS, TimedRoun
 from selfspec.control.costs import CONTEXT, Costs
 from selfspec.core import LOOKUP, Plan, SamplingParams
 from selfspec.executors.cuda.capture import CannotCapture
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 from selfspec.progress import report
 
 _log = logging.getLogger("selfspec")
@@ -51,7 +51,7 @@ def exits_to_time(num_layers: int) -> list[int]:
 
 
 def measure(
-    stack: Stack,
+    split: SplitModel,
     batch_sizes: Sequence[int] = (1,),
     repeats: int = REPEATS,
     widths: Sequence[int] = WIDTHS,
@@ -72,22 +72,22 @@ def measure(
     Raises:
         ValueError: the model has one layer only.
     """
-    if stack.num_layers < 2:
-        raise ValueError(f"a model must have at least 2 layers to measure costs, got {stack.num_layers}")
+    if split.num_layers < 2:
+        raise ValueError(f"a model must have at least 2 layers to measure costs, got {split.num_layers}")
     sizes = sorted({1, *batch_sizes})
-    if stack.runner is not None and stack.runner.refused is None and stack.runner.limits.rows:
+    if split.runner is not None and split.runner.refused is None and split.runner.limits.rows:
         try:
-            return stack.agreed(measure_recorded(stack, sizes, repeats))
+            return split.agreed(measure_recorded(split, sizes, repeats))
         except CannotCapture as problem:
             report("rounds are measured operation by operation, since they cannot be recorded (%s)", problem)
     with torch.inference_mode():
-        costs = _Measurement(stack, sizes, widths, counts).costs(repeats, within)
-        if stack.agreed(doubtful(costs)):
+        costs = _Measurement(split, sizes, widths, counts).costs(repeats, within)
+        if split.agreed(doubtful(costs)):
             # Probably another process was running. Since profiles are kept, a second measurement is worth its time.
             report("these figures are inconsistent; measuring again")
             longer = None if within is None else 2 * within
-            costs = _Measurement(stack, sizes, widths, counts).costs(max(3, repeats), longer, is_logged=True)
-        return stack.agreed(costs)
+            costs = _Measurement(split, sizes, widths, counts).costs(max(3, repeats), longer, is_logged=True)
+        return split.agreed(costs)
 
 
 def doubtful(costs: Costs) -> bool:
@@ -105,23 +105,23 @@ class _Measurement:
 
     def __init__(
         self,
-        stack: Stack,
+        split: SplitModel,
         batch_sizes: Sequence[int],
         widths: Sequence[int],
         counts: Callable[[Sequence[float]], float] = low,
     ) -> None:
-        self.stack, self.batch_sizes = stack, batch_sizes
-        self.middle = max(1, stack.num_layers // 4)
-        limit, widest = stack.context_limit, max(STEPS, *widths)
+        self.split, self.batch_sizes = split, batch_sizes
+        self.middle = max(1, split.num_layers // 4)
+        limit, widest = split.context_limit, max(STEPS, *widths)
         self.base = max(0, min(CONTEXT, limit - 2 * widest))
         self.long = max(self.base, min(LONG_CONTEXT, limit - 2 * widest))
         self.widths = [w for w in sorted({1, *widths}) if self.base + w <= limit]
         self.steps = min(STEPS, limit - self.base)
         longest = self.base + max(widest, LONGER[-1] + LONGER_WIDTH)
-        self.timed = TimedRounds(stack, max(batch_sizes), longest, self.long + LONG_WIDTH)
+        self.timed = TimedRounds(split, max(batch_sizes), longest, self.long + LONG_WIDTH)
         self.picker, self.given, self.now = self.timed.picker, self.timed.given, self.timed.now
         self.readings = Readings(counts)
-        self.engines = EngineOverhead(stack, self.now)
+        self.engines = EngineOverhead(split, self.now)
         self.keeps = self.thin = self.is_fast = False
 
     def costs(self, repeats: int, within: float | None, is_logged: bool = False) -> Costs:
@@ -129,10 +129,10 @@ class _Measurement:
         start = self.now()
         self.plain(1, self.base, "plain")
         forward = self.now() - start
-        self.thin = self.stack.agreed(within is not None and forward * MANY_FORWARDS > within)
+        self.thin = self.split.agreed(within is not None and forward * MANY_FORWARDS > within)
         self.is_fast = forward < FAST
-        if self.stack.has_copies and self.steps == STEPS:
-            self.copied(1, max(1, self.stack.num_layers // 2))  # this makes all copies
+        if self.split.has_copies and self.steps == STEPS:
+            self.copied(1, max(1, self.split.num_layers // 2))  # this makes all copies
         if self.thin and len(self.batch_sizes) > 3:
             self.batch_sizes = [*self.batch_sizes[:2], self.batch_sizes[-1]]
         probes, turn = list(self.probes()), (True,) if self.thin or self.has_calls else (False, True, True)
@@ -142,7 +142,7 @@ class _Measurement:
             _log.warning("measuring what decoding costs on this machine, about %.0f s, once ...", expected)
         for repeat in range(repeats):
             late = repeat >= least and within is not None and (self.now() - start) * (repeat + 1) / repeat > within
-            if self.stack.agreed(late):
+            if self.split.agreed(late):
                 break
             for i, probe in enumerate(probes):
                 report("repeat %d of at most %d, %.0f %%", repeat + 1, repeats, 100 * i / len(probes))
@@ -151,12 +151,12 @@ class _Measurement:
             for rows in self.batch_sizes if self.has_calls else ():
                 self.around(rows)  # many rounds per call
         beyond = self.long - self.base
-        return self.readings.costs(self.stack.num_layers, self.middle, beyond if beyond > self.base else 0)
+        return self.readings.costs(self.split.num_layers, self.middle, beyond if beyond > self.base else 0)
 
     def probes(self) -> Iterator[Callable[[], None]]:
-        layers, heads = self.stack.num_layers, THIN_HEADS if self.thin else HEAD_TOKENS
+        layers, heads = self.split.num_layers, THIN_HEADS if self.thin else HEAD_TOKENS
         half = max(self.middle, layers // 2)
-        heads_at = set() if self.stack.exit_heads is None else set(self.stack.exit_heads.layers)  # these take longer
+        heads_at = set() if self.split.exit_heads is None else set(self.split.exit_heads.layers)  # these take longer
         every = sorted({*exits_to_time(layers), *heads_at})
         few = sorted({1, half} | heads_at) if self.thin else [e for e in every if e <= half]
         for rows in self.batch_sizes:
@@ -165,10 +165,10 @@ class _Measurement:
             yield partial(self.plain, rows, self.base, "plain")
             yield from (partial(self.round, rows, exit_layer, self.steps, "early") for exit_layer in exits)
             yield from (partial(self.round, rows, self.middle, width, "late") for width in widths)
-            if self.stack.has_copies and self.steps == STEPS:
+            if self.split.has_copies and self.steps == STEPS:
                 early = [e for e in few if e <= max(1, layers // 2)]
                 yield from (partial(self.copied, rows, exit_layer) for exit_layer in early)
-            if rows > 1 and self.base + RAGGED_WIDTH <= self.stack.context_limit:
+            if rows > 1 and self.base + RAGGED_WIDTH <= self.split.context_limit:
                 yield partial(self.ragged, rows)
         yield partial(self.plain, 1, self.long, "long")
         if LONG_WIDTH in self.widths:
@@ -268,7 +268,7 @@ class _Measurement:
         self.plain(1, self.base, "plain")
         hidden = self.given(num_tokens, 1)
         start = self.now()
-        logits = self.stack.logits(hidden, self.middle)
+        logits = self.split.logits(hidden, self.middle)
         between = self.now()
         picks = self.picker(logits, [SamplingParams()] * num_tokens, range(num_tokens)).tokens
         torch.stack([picks, picks]).tolist()  # a round copies drafts and picks to the host
@@ -277,8 +277,8 @@ class _Measurement:
 
     def shadow(self, positions: int) -> None:
         """Time shadow picks of all layers at a few positions."""
-        seconds = shadow_seconds(self.stack, self.picker, self.given(positions, 1), self.now)
-        self.keep("short", 1, positions * (self.stack.num_layers - 1), seconds)
+        seconds = shadow_seconds(self.split, self.picker, self.given(positions, 1), self.now)
+        self.keep("short", 1, positions * (self.split.num_layers - 1), seconds)
 
     def keep(self, piece: str, rows: int, size: int, seconds: float) -> None:
         if self.keeps:

@@ -10,7 +10,7 @@ from selfspec.core import UNBOUNDED_ROUNDS, Plan, Request, RoundOutput, Sampling
 from selfspec.decoding.defaults import GenerationDefaults
 from selfspec.decoding.engine import LLMEngine
 from selfspec.model.draft_vocabulary import Frequencies
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 
 # Plain rounds per measurement: at least ROUNDS, and as many as take SPAN seconds, up to MOST_ROUNDS. Starting a call
 # takes as long as the overhead of dozens of rounds, so a measurement needs many of them. SPAN is less than a burst.
@@ -33,30 +33,30 @@ class EngineOverhead:
         now: returns the time in seconds.
     """
 
-    def __init__(self, stack: Stack, now: Callable[[], float]) -> None:
-        self._stack, self._now = stack, now
+    def __init__(self, split: SplitModel, now: Callable[[], float]) -> None:
+        self._split, self._now = split, now
         self._engines: dict[int, LLMEngine] = {}  # by number of rows
 
     @property
     def fits(self) -> bool:
         """Whether the context limit allows enough rounds."""
-        return self._stack.context_limit > PROMPT + ROUNDS
+        return self._split.context_limit > PROMPT + ROUNDS
 
     def seconds(self, tokens: abc.Sequence[int], forward: float = SPAN) -> float:
         """Seconds of overhead per round. Each token starts a row; `forward` is the approximate time of a round."""
-        rows, longest = len(tokens), self._stack.context_limit - PROMPT - 1
+        rows, longest = len(tokens), self._split.context_limit - PROMPT - 1
         count = min(MOST_ROUNDS, longest, max(ROUNDS, int(SPAN / max(forward, SPAN / MOST_ROUNDS))))
         engine = self._engines.get(rows)
         if engine is None:
             capacity = rows * (PROMPT + MOST_ROUNDS + 1)
             engine = LLMEngine(
-                self._stack,
+                self._split,
                 _PlainAfterPrefill(),
                 GenerationDefaults(),
                 max_num_seqs=rows,
                 max_num_cached_tokens=capacity,
             )
-            engine.frequencies = Frequencies(engine.stack.vocab_size)  # random tokens must not be counted
+            engine.frequencies = Frequencies(engine.split.vocab_size)  # random tokens must not be counted
             self._engines[rows] = engine
         for at, token in enumerate(tokens):
             params = SamplingParams(max_tokens=count + 2)

@@ -23,7 +23,7 @@ from selfspec.control.costs import Copies, Costs, Table
 from selfspec.files import write_whole
 from selfspec.kernels.machine import cache_folder, warn_not_kept
 from selfspec.model.fingerprint import device_name, heads_of, shape_of, weights_of
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 from selfspec.version import __version__
 
 SCHEMA = 23  # version of costs files; files of other versions are not read
@@ -47,19 +47,19 @@ def folder() -> Path:
     return cache_folder() / "profiles"
 
 
-def costs_key(stack: Stack) -> dict[str, Any]:
+def costs_key(split: SplitModel) -> dict[str, Any]:
     """Everything that costs depend on: the model's shape, engine, device, number of threads and versions."""
     return {
         "schema": SCHEMA,
-        **shape_of(stack),
-        "engine": stack.engine,
-        **({"packed": stack.compiled.num_bytes} if stack.compiled is not None else {}),
-        **({"exact": stack.wide} if stack.wide else {}),
-        **({"recorded": "fused" if stack.recorded is not None else "views"} if stack.runner is not None else {}),
-        "exit_heads": None if stack.exit_heads is None else [stack.exit_heads.inner_size, *stack.exit_heads.layers],
-        **({"ranks": stack.ranks.count} if stack.ranks is not None else {}),
-        "device": device_name(stack.device),
-        "dtype": str(stack.dtype).removeprefix("torch."),
+        **shape_of(split),
+        "engine": split.backend,
+        **({"packed": split.compiled.num_bytes} if split.compiled is not None else {}),
+        **({"exact": split.wide} if split.wide else {}),
+        **({"recorded": "fused" if split.recorded is not None else "views"} if split.runner is not None else {}),
+        "exit_heads": None if split.exit_heads is None else [split.exit_heads.inner_size, *split.exit_heads.layers],
+        **({"ranks": split.ranks.count} if split.ranks is not None else {}),
+        "device": device_name(split.device),
+        "dtype": str(split.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -67,9 +67,9 @@ def costs_key(stack: Stack) -> dict[str, Any]:
     }
 
 
-def prior_key(stack: Stack) -> dict[str, Any]:
+def prior_key(split: SplitModel) -> dict[str, Any]:
     """Everything that acceptance depends on: the model, its weights, adapters and exit heads."""
-    return {"schema": PRIOR_SCHEMA, **shape_of(stack), "weights": weights_of(stack), "exit_heads": heads_of(stack)}
+    return {"schema": PRIOR_SCHEMA, **shape_of(split), "weights": weights_of(split), "exit_heads": heads_of(split)}
 
 
 def path_of(kind: Kind, key: Mapping[str, Any]) -> Path:
@@ -78,17 +78,17 @@ def path_of(kind: Kind, key: Mapping[str, Any]) -> Path:
     return folder() / f"{kind}-{digest[:16]}.json"
 
 
-def costs_of(stack: Stack, batch_size: int = 1) -> Costs:
+def costs_of(split: SplitModel, batch_size: int = 1) -> Costs:
     """The saved costs. What they lack for this batch size is measured now and saved."""
-    known = stack.agreed(read_costs(stack))
+    known = split.agreed(read_costs(split))
     if known is not None and covers(known, batch_size):
         return known
     done = known.plain.points if known is not None else ()
     sizes = [1 << i for i in range(MOST_ROWS.bit_length()) if 1 << i < 2 * min(batch_size, MOST_ROWS)]
-    costs = measure(stack, [size for size in sizes if size not in done])
+    costs = measure(split, [size for size in sizes if size not in done])
     if known is not None:
         costs = _merge(known, costs)
-    save_costs(stack, costs)
+    save_costs(split, costs)
     return costs
 
 
@@ -98,16 +98,16 @@ def covers(costs: Costs, batch_size: int) -> bool:
     return costs.plain.points[-1] >= min(batch_size, most)
 
 
-def read_costs(stack: Stack) -> Costs | None:
+def read_costs(split: SplitModel) -> Costs | None:
     """The saved costs; None where there are no usable ones."""
-    key = costs_key(stack)
+    key = costs_key(split)
     given = _read("costs", key, "measuring again")
     if given is None:
         return None
     try:
         costs = Costs.from_dict(given)
-        if costs.num_layers != stack.num_layers:
-            raise ValueError(f"costs of {costs.num_layers} layers for a model of {stack.num_layers}")
+        if costs.num_layers != split.num_layers:
+            raise ValueError(f"costs of {costs.num_layers} layers for a model of {split.num_layers}")
         if not costs.plain.seconds[0] > 0:
             raise ValueError("a plain forward takes no time")
         return costs
@@ -116,14 +116,14 @@ def read_costs(stack: Stack) -> Costs | None:
         return None
 
 
-def save_costs(stack: Stack, costs: Costs) -> Path | None:
+def save_costs(split: SplitModel, costs: Costs) -> Path | None:
     """Save costs and return the file; None, with a warning, where it cannot be written."""
-    return _write("costs", costs_key(stack), costs.as_dict())
+    return _write("costs", costs_key(split), costs.as_dict())
 
 
-def read_prior(stack: Stack) -> dict[str, Any] | None:
+def read_prior(split: SplitModel) -> dict[str, Any] | None:
     """The saved acceptance statistics of these weights; None where there are no usable ones."""
-    key = prior_key(stack)
+    key = prior_key(split)
     given = _read("prior", key, "starting without it")
     if given is None or isinstance(given, dict):
         return given
@@ -131,33 +131,33 @@ def read_prior(stack: Stack) -> dict[str, Any] | None:
     return None
 
 
-def stored_prior(path: Path, stack: Stack) -> Any:
+def stored_prior(path: Path, split: SplitModel) -> Any:
     """The acceptance statistics in a file in the model's folder; None where there are none for these weights."""
     try:
         given = json.loads(path.read_bytes(), parse_constant=_reject_constant)
-        return given["prior"] if given["of"] == _stored_of(stack) else None
+        return given["prior"] if given["of"] == _stored_of(split) else None
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None
 
 
-def store_prior(folder: Path, stack: Stack, prior: Mapping[str, Any]) -> Path:
+def store_prior(folder: Path, split: SplitModel, prior: Mapping[str, Any]) -> Path:
     """Write acceptance statistics into a model's folder, for the first use on other machines.
 
     Raises:
         OSError: the file cannot be written.
     """
-    text = json.dumps({"about": ABOUT["prior"], "of": _stored_of(stack), "prior": dict(prior)}, allow_nan=False)
+    text = json.dumps({"about": ABOUT["prior"], "of": _stored_of(split), "prior": dict(prior)}, allow_nan=False)
     path = folder / STORED
     write_whole(path, lambda stream: stream.write(f"{text}\n".encode()))
     return path
 
 
-def _stored_of(stack: Stack) -> list[str]:
+def _stored_of(split: SplitModel) -> list[str]:
     """The key of a stored prior, which does not depend on versions of libraries."""
-    return [weights_of(stack), heads_of(stack)]
+    return [weights_of(split), heads_of(split)]
 
 
-def save_prior(stack: Stack, prior: Mapping[str, Any]) -> Path | None:
+def save_prior(split: SplitModel, prior: Mapping[str, Any]) -> Path | None:
     """Save acceptance statistics for these weights.
 
     Args:
@@ -167,7 +167,7 @@ def save_prior(stack: Stack, prior: Mapping[str, Any]) -> Path | None:
         ValueError: it contains NaN or infinity.
         TypeError: JSON cannot represent it.
     """
-    return _write("prior", prior_key(stack), dict(prior))
+    return _write("prior", prior_key(split), dict(prior))
 
 
 def _merge(known: Costs, more: Costs) -> Costs:

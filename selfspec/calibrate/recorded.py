@@ -40,31 +40,31 @@ ROUNDS, WARM = 10, 2  # whole rounds in one measurement, and those before it
 Seconds = dict[int, float]
 
 
-def measure_recorded(stack: Any, batch_sizes: Sequence[int], repeats: int = REPEATS) -> Costs:
+def measure_recorded(split: Any, batch_sizes: Sequence[int], repeats: int = REPEATS) -> Costs:
     """Measure recorded rounds.
 
     Args:
-        stack: a `selfspec.model.stack.Stack` with a runner that records it.
+        split: a `selfspec.model.split_model.SplitModel` with a runner that records it.
         batch_sizes: ascending numbers of rows. Of those that are recorded, `SIZES` and the largest are measured.
         repeats: measurements of every part, of which the fastest counts.
 
     Raises:
         CannotCapture: a part or a round cannot be recorded.
     """
-    recorded = [rows for rows in batch_sizes if rows <= stack.runner.limits.rows]
+    recorded = [rows for rows in batch_sizes if rows <= split.runner.limits.rows]
     sizes = [rows for rows in recorded if rows in SIZES or rows == recorded[-1]]
     with torch.inference_mode():
-        return _Measurement(stack, sizes, min(repeats, REPEATS)).costs()
+        return _Measurement(split, sizes, min(repeats, REPEATS)).costs()
 
 
 class _Measurement:
     """The recordings of one measurement; each is dropped after it was timed."""
 
-    def __init__(self, stack: Any, batch_sizes: Sequence[int], repeats: int) -> None:
+    def __init__(self, split: Any, batch_sizes: Sequence[int], repeats: int) -> None:
         self.repeats = repeats
-        self.stack, self.runner, self.limits = stack, stack.runner, stack.runner.limits
-        self.middle = max(1, stack.num_layers // 4)
-        longest = stack.context_limit - max(WIDTHS)
+        self.split, self.runner, self.limits = split, split.runner, split.runner.limits
+        self.middle = max(1, split.num_layers // 4)
+        longest = split.context_limit - max(WIDTHS)
         self.base = max(0, min(CONTEXT, longest - (ROUNDS + WARM) * (DRAFTED + 1)))
         self.beyond = {rows: max(0, min(FAR, FAR_TOKENS // rows, longest - self.base)) for rows in batch_sizes}
         # Tokens that a row must hold: those of far passes, and of whole rounds.
@@ -76,7 +76,7 @@ class _Measurement:
 
     def costs(self) -> Costs:
         """The costs of recorded rounds."""
-        layers, sizes = self.stack.num_layers, self.batch_sizes
+        layers, sizes = self.split.num_layers, self.batch_sizes
         heads, picks, ends = Seconds(), Seconds(), Seconds()
         for count in sorted({rows * width for rows in sizes for width in self.widths(rows)}):
             heads[count], ends[count] = self.head(count, False), self.head(count, True)
@@ -125,7 +125,7 @@ class _Measurement:
 
     def exits(self, rows: int) -> list[int]:
         """Exit layers at which draft steps are timed."""
-        layers, heads = self.stack.num_layers, self.stack.exit_heads
+        layers, heads = self.split.num_layers, self.split.exit_heads
         some = {1, min(max(2, layers // 2), layers - 1)}  # between them and beyond, costs are linear
         return sorted(some | (set() if heads is None else set(heads.layers)))
 
@@ -135,17 +135,17 @@ class _Measurement:
 
     def shadow(self) -> Seconds:
         """Seconds of shadow picks, which are not recorded, by positions times layers."""
-        picker, found = Picker(self.stack), Seconds()
+        picker, found = Picker(self.split), Seconds()
 
         def now() -> float:
-            if self.stack.device.type == "cuda":
-                torch.cuda.synchronize(self.stack.device)
+            if self.split.device.type == "cuda":
+                torch.cuda.synchronize(self.split.device)
             return perf_counter()
 
         for positions in SHADOW_POSITIONS:
             given = self._states(positions)
-            taken = [shadow_seconds(self.stack, picker, given, now) for _ in range(self.repeats)]
-            found[positions * (self.stack.num_layers - 1)] = min(taken)
+            taken = [shadow_seconds(self.split, picker, given, now) for _ in range(self.repeats)]
+            found[positions * (self.split.num_layers - 1)] = min(taken)
         return found
 
     # ---------------------------------------------------------------------------------------------------- recordings
@@ -155,7 +155,7 @@ class _Measurement:
         hidden, sampling = self._states(count), self._sampling(count)
 
         def body() -> tuple[Tensor, ...]:
-            logits = self.stack.logits(hidden)
+            logits = self.split.logits(hidden)
             return (self.runner.kernels.pick(logits, sampling)[0],) if with_pick else (logits,)
 
         return self.seconds(body)
@@ -167,16 +167,16 @@ class _Measurement:
     def plain(self, rows: int, is_far: bool) -> float:
         """Seconds of a plain token per row, without the overhead of a round."""
         context = self.base + self.beyond[rows] * is_far
-        return self._pass(rows, 1, context, 0, self.stack.num_layers, None)
+        return self._pass(rows, 1, context, 0, self.split.num_layers, None)
 
     def verification(self, rows: int, width: int) -> float:
         """Seconds of a verification by the layers above `middle`."""
-        return self._pass(rows, width, self.base, self.middle, self.stack.num_layers, None)
+        return self._pass(rows, width, self.base, self.middle, self.split.num_layers, None)
 
     def _pass(self, rows: int, width: int, context: int, start: int, stop: int, exit_layer: int | None) -> float:
         """Seconds of layers [start, stop), head and picks over `width` tokens per row."""
         count = rows * width
-        given = self._states(count) if start else torch.zeros(count, dtype=torch.int64, device=self.stack.device)
+        given = self._states(count) if start else torch.zeros(count, dtype=torch.int64, device=self.split.device)
         longest = token_capacity(context + width, self.cache.num_pages * PAGE)
         inputs = LayersInputs(Shape(count, rows, width, longest), self.cache, given.clone())
         inputs.fill([Span(pages, context, width) for pages in self.pages[rows]], given)
@@ -184,19 +184,19 @@ class _Measurement:
 
         def body() -> tuple[Tensor, ...]:
             static = StaticRows(self.cache, inputs.layout, self.runner.kernels)
-            hidden = self.stack.run_here(static, start, stop, inputs.given)
-            return (self.runner.kernels.pick(self.stack.logits(hidden, *at), sampling)[0],)
+            hidden = self.split.run_here(static, start, stop, inputs.given)
+            return (self.runner.kernels.pick(self.split.logits(hidden, *at), sampling)[0],)
 
         return self.seconds(body)
 
     def seconds(self, body: Body) -> float:
         """Seconds of a replay of `body`'s recording."""
-        device = self.stack.device
+        device = self.split.device
 
         def timed(recording: Recording) -> float:
             once = fastest(recording.replay, 1, device)
             # All ranks of a tensor-parallel model must replay as often.
-            count = self.stack.agreed(min(MOST_REPLAYS, math.ceil(LEAST_SECONDS / once)))
+            count = self.split.agreed(min(MOST_REPLAYS, math.ceil(LEAST_SECONDS / once)))
 
             def replay() -> None:
                 for _ in range(count):
@@ -209,7 +209,7 @@ class _Measurement:
 
     def rounds(self, rows: int, drafted: int) -> float:
         """Seconds of a whole round in a program, by the wall."""
-        remaining = min(len(self.pages[rows][0]) * PAGE, self.stack.context_limit) - self.base - 1
+        remaining = min(len(self.pages[rows][0]) * PAGE, self.split.context_limit) - self.base - 1
         given = [
             RoundRow(pages, self.base + 1, i, remaining, (), drafted, (), 0.0, 0, 1.0, 0.0, 0)
             for i, pages in enumerate(self.pages[rows])
@@ -233,12 +233,12 @@ class _Measurement:
     def _states(self, count: int) -> Tensor:
         """Random hidden states, `[count, hidden_size]`."""
         source = torch.Generator().manual_seed(count)
-        made = torch.randn(count, self.stack.config.hidden_size, generator=source)
-        return made.to(self.stack.device, self.stack.hidden_dtype)
+        made = torch.randn(count, self.split.config.hidden_size, generator=source)
+        return made.to(self.split.device, self.split.hidden_dtype)
 
     def _sampling(self, count: int) -> SamplingTensors:
         """Greedy picks."""
-        zeros = torch.zeros(count, device=self.stack.device)
+        zeros = torch.zeros(count, device=self.split.device)
         whole = zeros.long()
         return SamplingTensors(zeros, zeros.int(), zeros + 1, zeros, whole, whole, False, False)
 

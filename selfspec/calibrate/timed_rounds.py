@@ -17,7 +17,7 @@ from selfspec.executors.picker import Picker
 from selfspec.executors.select import executors_for
 from selfspec.executors.shadow import shadow_picks
 from selfspec.model.kv_cache import PagedCache
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 
 RAGGED = 4  # tokens by which the rows of a batch differ in length
 # Rounds after the first one in a call. Only the last half of them counts, since the first rounds after Python code take
@@ -52,13 +52,13 @@ class TimedRounds:
         far_length: the same for rounds of a single row with a long context.
     """
 
-    def __init__(self, stack: Stack, num_rows: int, max_length: int, far_length: int) -> None:
-        self._stack, self.picker = stack, Picker(stack)
+    def __init__(self, split: SplitModel, num_rows: int, max_length: int, far_length: int) -> None:
+        self._split, self.picker = split, Picker(split)
         self._max_length = max_length + 8 * FURTHER + 4 * RAGGED
-        self._cache, self._pages = _rows(stack, num_rows, self._max_length)
-        self._far = _rows(stack, 1, far_length + 8 * FURTHER)
+        self._cache, self._pages = _rows(split, num_rows, self._max_length)
+        self._far = _rows(split, 1, far_length + 8 * FURTHER)
         self._executors = [
-            [one for one in executors_for(stack, cache, self.picker, new_seconds=self._new_laps) if one.times_stages]
+            [one for one in executors_for(split, cache, self.picker, new_seconds=self._new_laps) if one.times_stages]
             for cache in (self._cache, self._far[0])
         ]
         self._grown: dict[tuple[int, int, Plan], int] = {}
@@ -83,7 +83,7 @@ class TimedRounds:
         is_far = context + uneven + 1 + drafted + 8 * FURTHER + 4 * RAGGED > self._max_length
         cache, pages = self._far if is_far else (self._cache, self._pages)
         start = context - (self._grown.get((num_rows, context, plan), 0) if further else 0)
-        most = min(cache.page_size, self._stack.context_limit)
+        most = min(cache.page_size, self._split.context_limit)
         rows, stopper = [], Stopper(most - 1)  # its prompt is one token, whatever else it has
         mean = sum([i % 8 for i in range(num_rows)]) / num_rows
         for i, token in enumerate(self.given(num_rows, 0).tolist()):
@@ -111,7 +111,7 @@ class TimedRounds:
     @property
     def in_calls(self) -> bool:
         """Whether many rounds can run in one compiled call."""
-        return self._stack.engine == "compiled" and self.picker.is_compiled and self._stack.runner is None
+        return self._split.backend == "compiled" and self.picker.is_compiled and self._split.runner is None
 
     def given(self, num_tokens: int, start: int) -> torch.Tensor:
         """Random tokens (`start` 0) or hidden states, so that tokens are routed to various experts."""
@@ -119,27 +119,27 @@ class TimedRounds:
         if known is None:
             source = torch.Generator().manual_seed(num_tokens)
             if start == 0:
-                known = torch.randint(self._stack.vocab_size, (num_tokens,), generator=source)
+                known = torch.randint(self._split.vocab_size, (num_tokens,), generator=source)
             else:
-                known = torch.randn(num_tokens, self._stack.config.hidden_size, generator=source).to(
-                    self._stack.hidden_dtype
+                known = torch.randn(num_tokens, self._split.config.hidden_size, generator=source).to(
+                    self._split.hidden_dtype
                 )
-            known = self._inputs[num_tokens, start > 0] = known.to(self._stack.device)
+            known = self._inputs[num_tokens, start > 0] = known.to(self._split.device)
         return known
 
     def now(self) -> float:
-        if self._stack.device.type == "cuda":
-            torch.cuda.synchronize(self._stack.device)
+        if self._split.device.type == "cuda":
+            torch.cuda.synchronize(self._split.device)
         return perf_counter()
 
 
-def shadow_seconds(stack: Stack, picker: Picker, hidden: torch.Tensor, now: Callable[[], float]) -> float:
+def shadow_seconds(split: SplitModel, picker: Picker, hidden: torch.Tensor, now: Callable[[], float]) -> float:
     """Seconds of shadow picks of all layers at the positions of `hidden`, `[N, hidden_size]`."""
-    params, at, scores = [SamplingParams()] * len(hidden), range(len(hidden)), stack.logits(hidden)
-    layers = range(1, stack.num_layers)
+    params, at, scores = [SamplingParams()] * len(hidden), range(len(hidden)), split.logits(hidden)
+    layers = range(1, split.num_layers)
     seen = hidden.expand(len(layers), -1, -1).contiguous()
     start = now()
-    shadow_picks(stack, picker, layers, seen, params, at, scores, scores.argmax(-1))
+    shadow_picks(split, picker, layers, seen, params, at, scores, scores.argmax(-1))
     return now() - start
 
 
@@ -148,7 +148,7 @@ def _is_whole(round_: RoundOutput, plan: Plan) -> bool:
     return [row.num_drafted for row in round_.rows] == list(plan.draft_lengths)
 
 
-def _rows(stack: Stack, count: int, max_length: int) -> tuple[PagedCache, list[list[int]]]:
+def _rows(split: SplitModel, count: int, max_length: int) -> tuple[PagedCache, list[list[int]]]:
     """A cache with one page for each of `count` rows."""
-    cache = stack.new_cache(count, max_length)
+    cache = split.new_cache(count, max_length)
     return cache, [cache.reserve(max_length) or [] for _ in range(count)]

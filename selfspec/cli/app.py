@@ -5,20 +5,22 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Annotated
 
 import typer
 
 import selfspec
-from selfspec.cli import corpus, options
+from selfspec.cli import corpus
 from selfspec.cli.batch import batch
 from selfspec.cli.calibrate import calibrate
 from selfspec.cli.chat import chat
 from selfspec.cli.failure import RUN, Failure, ending, say
 from selfspec.cli.generate import generate
 from selfspec.cli.inspect import inspect
-from selfspec.cli.options import command_of
+from selfspec.cli.options import command
 from selfspec.cli.serve import serve
+from selfspec.serving.config import ServerConfig
 
 GENERATE_HELP = """Continue a text. Drafting never changes a token.
 
@@ -26,7 +28,7 @@ Examples:
 
   selfspec generate 'def fibonacci(n):'
 
-  selfspec generate --show-drafts --compare 'class Stack:'
+  selfspec generate --show-drafts --compare 'class SplitModel:'
 
   git log -1 | selfspec generate --model ./my-model --temperature 0.8 --seed 7
 
@@ -124,17 +126,19 @@ def _selfspec(
         )
 
 
-app.command("generate", help=GENERATE_HELP)(command_of(options.Generate, generate))
-app.command("chat", help=CHAT_HELP)(command_of(options.Chat, chat))
-app.command("serve", help=SERVE_HELP)(command_of(options.Serve, serve))
-app.command("batch", help=BATCH_HELP)(command_of(options.Batch, batch))
-app.command("inspect", help=INSPECT_HELP)(command_of(options.Inspect, inspect))
-app.command("calibrate", help=CALIBRATE_HELP)(command_of(options.Calibrate, calibrate))
+LIMITS = [one.name for one in fields(ServerConfig) if one.name not in ("max_num_seqs", "max_num_cached_tokens")]
 corpora = typer.Typer(help=CORPUS_HELP)
-corpora.command("build", help=BUILD_HELP)(command_of(options.CorpusBuild, corpus.build))
-corpora.command("info", help=INFO_HELP)(command_of(options.CorpusInfo, corpus.info))
+app.command("generate", help=GENERATE_HELP)(command(generate))
+app.command("chat", help=CHAT_HELP)(command(chat, without=("n", "logprobs")))
+app.command("serve", help=SERVE_HELP)(command(serve))
+app.command("batch", help=BATCH_HELP)(command(batch, without=LIMITS))
+app.command("inspect", help=INSPECT_HELP)(
+    command(inspect, without=("backend", "exact", "exit_heads", "quantize", "threads"))
+)
+app.command("calibrate", help=CALIBRATE_HELP)(command(calibrate, without=("exact",)))
+corpora.command("build", help=BUILD_HELP)(command(corpus.build))
+corpora.command("info", help=INFO_HELP)(command(corpus.info))
 app.add_typer(corpora, name="corpus")
-app.add_typer(corpora, name="datastore", hidden=True)  # its name until 0.3
 
 
 @corpora.callback(invoke_without_command=True)

@@ -2,46 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
-from selfspec.cli.failure import Failure, as_sentences
-from selfspec.cli.options import Batch
-from selfspec.cli.serve import PARTS, RAY_PARTS, open_llm, require
-from selfspec.cli.talk import Talk
+from typer import Option
+
+from selfspec.cli.failure import Failure
+from selfspec.cli.options import ModelArgument, ModelOptions, Quiet, Replicas, ServedModelName, as_sentences
+from selfspec.cli.serve import MAX_NUM_SEQS, PARTS, check_replicas, require
+from selfspec.cli.session import open_llm
+from selfspec.cli.status import StatusConsole
+from selfspec.core import SpeculativeConfig
+from selfspec.serving.config import ServerConfig
+
+if TYPE_CHECKING:
+    from selfspec.llm import LLM
+    from selfspec.serving.batch_files import Answers, Line
 
 PARQUET = ".parquet"
 
 
-def batch(options: Batch) -> None:
+def batch(
+    *,
+    model: ModelArgument,
+    input: Annotated[
+        Path, Option(help="Requests, a line each: .jsonl or .parquet.", metavar="FILE", exists=True, dir_okay=False)
+    ],
+    output: Annotated[Path, Option(help="Answers, a line each: .jsonl or .parquet.", metavar="FILE")],
+    options: ModelOptions,
+    speculative: SpeculativeConfig,
+    config: ServerConfig,
+    served_model_name: ServedModelName = None,
+    replicas: Replicas = None,
+    quiet: Quiet = False,
+) -> None:
     """Answer what has no answer yet."""
-    options.check()
     require("serve", PARTS)
-    if options.replicas is not None:
-        require("ray", RAY_PARTS)
-    if PARQUET in (options.input.suffix, options.output.suffix):
+    if replicas is not None:
+        check_replicas(options)
+    if PARQUET in (input.suffix, output.suffix):
         require("eval", ["pyarrow"])
-    if not options.input.is_file():
-        raise Failure(f"--input {options.input} is no file")
-    with Talk(options.quiet) as talk:
-        with talk.waiting("importing torch and transformers"):
+    with StatusConsole(quiet) as status:
+        with status.waiting("importing torch and transformers"):
+            from selfspec.serving.batch import UNLIMITED
             from selfspec.serving.batch_files import read_lines
-        is_parquet = options.output.suffix == PARQUET
-        journal = options.output.with_name(options.output.name + ".jsonl") if is_parquet else options.output
-        with _opened(journal) as answers:
+
+        size, unlimited = config.max_num_seqs or MAX_NUM_SEQS, cast(dict[str, Any], UNLIMITED)
+        config = ServerConfig(
+            model=served_model_name or model,
+            max_num_seqs=size,
+            max_num_cached_tokens=config.max_num_cached_tokens,
+            max_body_bytes=1 << 40,
+            **unlimited,
+        )
+        make_llm = partial(open_llm, model, options, speculative, max_num_seqs=size)
+        is_parquet = output.suffix == PARQUET
+        with _opened(output.with_name(output.name + ".jsonl") if is_parquet else output) as answers:
             num_before = len(answers.done)
-            _answer(options, read_lines(options.input), answers, talk)
+            _answer(make_llm, config, _left(read_lines(input), answers), answers, replicas, options.device, status)
             num_new = len(answers.done) - num_before
             if is_parquet:
-                answers.to_parquet(options.output)
-        line = f"{num_new} lines answered, {answers.num_failed} of them with an error; {num_before} were before"
-        talk.console.print(line, style="dim", soft_wrap=True, markup=False)
+                answers.to_parquet(output)
+        status.say(f"{num_new} lines answered, {answers.num_failed} of them with an error; {num_before} were before")
 
 
-def _opened(file: Path) -> Any:
+def _opened(file: Path) -> Answers:
     from selfspec.serving.batch_files import Answers
 
     try:
@@ -54,32 +82,36 @@ def _opened(file: Path) -> Any:
         raise Failure(f"--output {file}: {problem}; choose another file") from None
 
 
-def _answer(options: Batch, lines: Iterator[Any], answers: Any, talk: Talk) -> None:
-    from selfspec.serving.batch import UNLIMITED, Worker, answer_here, answer_on_ray
-    from selfspec.serving.config import ServerConfig
+def _left(lines: Iterator[Line], answers: Answers) -> Iterator[Line]:
+    """The requests that have no answer; lines that are wrong are answered here."""
+    for line in lines:
+        if line.custom_id in answers.done:
+            continue
+        if line.problem is None:
+            yield line
+        else:
+            answers.write(line.refused())
 
-    def left() -> Iterator[Any]:
-        for line in lines:
-            if line.custom_id in answers.done:
-                continue
-            if line.problem is None:
-                yield line
-            else:
-                answers.write(line.refused())
 
-    waiting = left()
-    first = next(waiting, None)
+def _answer(
+    make_llm: Callable[[], LLM],
+    config: ServerConfig,
+    lines: Iterator[Line],
+    answers: Answers,
+    replicas: int | None,
+    device: str | None,
+    status: StatusConsole,
+) -> None:
+    from selfspec.serving.batch import Worker, answer_here, answer_on_ray
+
+    first = next(lines, None)
     if first is None:
         return
-    names = "max_num_seqs", "max_num_cached_tokens"
-    limits: dict[str, Any] = UNLIMITED | {name: getattr(options, name) for name in names}
-    config = ServerConfig(model=options.served_model_name or options.model, max_body_bytes=1 << 40, **limits)
-    make_llm = partial(open_llm, options, options.max_num_seqs)
-    rest = chain([first], waiting), answers.write, 2 * options.max_num_seqs
+    given = chain([first], lines), answers.write, 2 * (config.max_num_seqs or MAX_NUM_SEQS)
     with as_sentences():
-        if options.replicas is not None:
-            answer_on_ray((make_llm, config), *rest, options.replicas, options.device)
+        if replicas is not None:
+            answer_on_ray((make_llm, config), *given, replicas, device)
             return
-        with talk.waiting(f"loading {options.model}"):
+        with status.waiting(f"loading {config.model}"):
             worker = Worker(make_llm, config)
-        answer_here(worker, *rest)
+        answer_here(worker, *given)

@@ -4,133 +4,134 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from selfspec.cli.failure import RUN, Failure, as_sentences, say
-from selfspec.cli.options import Chat
+from typer import Option
+
+from selfspec.cli.failure import RUN, Failure, say
+from selfspec.cli.options import IgnoreGenerationConfig, Learn, ModelOption, ModelOptions, Quiet, System, as_sentences
 from selfspec.cli.prompts import chat_ids, has_template, read_lines, system_message
-from selfspec.cli.talk import Talk
+from selfspec.cli.session import opened
+from selfspec.cli.status import StatusConsole
+from selfspec.core import SamplingParams, SpeculativeConfig
 
-MOST_CONTEXT = 1 << 15  # tokens that are kept at most, however long the model's context is
+if TYPE_CHECKING:
+    from selfspec.decoding.outputs import CompletionOutput
+    from selfspec.llm import LLM
+
+MAX_CONTEXT = 1 << 15  # tokens that are kept at most, however long the model's context is
 MAX_TOKENS = 1024  # of a reply, where nobody names another number
 COMMANDS = {
     "/reset": "forget the conversation",
     "/exit": "end, as Ctrl-D and Ctrl-C at the prompt do",
     "/help": "this list; Ctrl-C stops a reply",
 }
-ASKS = "> "
+CURSOR = "> "
 
 
-def chat(options: Chat) -> None:
+def chat(
+    *,
+    model: ModelOption = "smollm2",
+    options: ModelOptions,
+    speculative: SpeculativeConfig,
+    learn: Learn = None,
+    sampling: SamplingParams,
+    ignore_generation_config: IgnoreGenerationConfig = False,
+    system: System = None,
+    stats: Annotated[bool, Option("--stats", help="After a reply: tokens, speed, acceptance, cached tokens.")] = False,
+    quiet: Quiet = False,
+) -> None:
     """Answer line after line until the input ends."""
-    options.check()
-    with Talk(options.quiet) as talk:
-        with talk.waiting("importing torch and transformers"):
-            from selfspec.cli.job import keep, learner_of, open_target, policy_name
-            from selfspec.kernels.machine import set_threads
-
-        set_threads(options.threads)
-        target = open_target(options, talk)
-        if not has_template(target.tokenizer, options.model):
-            raise Failure(f"chat needs a chat template, and {options.model} has none; use: selfspec generate")
-        policy = policy_name(options, target)
-        learner = learner_of(options, target, policy)
-        conversation = Conversation(target, options, policy, learner, talk)
+    if ignore_generation_config:
+        sampling = replace(sampling, generation_config=False)
+    with (
+        StatusConsole(quiet) as status,
+        opened(model, options, speculative, status, learn=learn, max_num_seqs=1, prefix_cache=True) as llm,
+    ):
+        if not has_template(llm, model):
+            raise Failure(f"chat needs a chat template, and {model} has none; use: selfspec generate")
+        conversation = Conversation(llm, sampling, system, status, stats)
         try:
             for line in _lines():
                 if line == "/exit":
                     break
-                _answer(conversation, line)
-        finally:  # interrupted or not: what was learned is good
-            target.remember(conversation.engine)
-            keep(target, policy, learner, options, talk)
-
-
-def _answer(conversation: Conversation, line: str) -> None:
-    if line in COMMANDS or (line.startswith("/") and line[1:].isalpha()):
-        if line == "/reset":
-            conversation.reset()
-        else:
-            said = "" if line == "/help" else f"there is no command {line}; "
-            say(said + ", ".join(f"{name}: {what}" for name, what in COMMANDS.items()), RUN)
-    elif line:
-        conversation.reply(line)
+                if line == "/reset":
+                    conversation.reset()
+                elif line in COMMANDS or (line.startswith("/") and line[1:].isalpha()):
+                    unknown = "" if line == "/help" else f"there is no command {line}; "
+                    say(unknown + ", ".join(f"{name}: {what}" for name, what in COMMANDS.items()), RUN)
+                elif line:
+                    conversation.reply(line)
+        finally:
+            llm.keep_statistics(conversation.engine)
 
 
 class Conversation:
-    """The messages so far, and an engine that has read them."""
+    """The messages so far, and an engine whose prefix cache has their keys and values."""
 
-    def __init__(self, target: Any, options: Chat, policy: str, learner: Any, talk: Talk) -> None:
-        from selfspec.cli.job import decoding
-        from selfspec.decoding.engine import Engine
-
-        self._target, self._options, self._talk = target, options, talk
+    def __init__(
+        self, llm: LLM, sampling: SamplingParams, system: str | None, status: StatusConsole, stats: bool
+    ) -> None:
+        self._llm, self._sampling, self._status, self._stats = llm, sampling, status, stats
+        self._system = system_message(system)
         self.reset()
-        self._ids_of([*self._messages, {"role": "user", "content": "?"}])  # refused now, if ever
-        self._room = min(target.stack.context_limit, MOST_CONTEXT)
-        given = decoding(options, target)
-        names = ("exit_layer", "num_draft_tokens", "drafts", "datastore", "exact")
-        drafting = {name: given.pop(name) for name in names}
-        drafting |= {"responses": target.responses if given.pop("reuse_responses") else None}
-        self._sampling = given | {"seed": options.seed}
-        with as_sentences(), talk.waiting("preparing to decode"):
-            alone = {"max_batch_size": 1, "max_cached_tokens": self._room, "prefix_cache": True}
-            self.engine = Engine(target, policy=policy, learn=learner, **alone, **drafting)
+        chat_ids(llm, [*self._messages, {"role": "user", "content": "?"}])  # refused now, if ever
+        self._max_tokens = min(llm.target.split.context_limit, MAX_CONTEXT)
+        self._num_replies = 0
+        with status.waiting("preparing to decode"), as_sentences():
+            self.engine = llm.engine(max_num_cached_tokens=self._max_tokens)
 
     def reset(self) -> None:
         """Forget all that was said."""
-        self._messages = system_message(self._options.system)
-
-    def _ids_of(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        from selfspec import hub
-
-        with hub.quiet():
-            return chat_ids(self._target.tokenizer, messages)
+        self._messages = list(self._system)
 
     def reply(self, text: str) -> None:
         """Write an answer as it becomes certain. One that was stopped stays in the history as far as it went."""
         messages = [*self._messages, {"role": "user", "content": text}]
-        ids = self._ids_of(messages)
-        if len(ids) >= self._room:
-            say(f"the conversation has {len(ids)} tokens and the context holds {self._room}; /reset starts anew", RUN)
+        ids = chat_ids(self._llm, messages)
+        capacity = self._max_tokens - len(ids)
+        if capacity <= 0:
+            held = self._max_tokens
+            say(f"the conversation has {len(ids)} tokens and the context holds {held}; /reset starts anew", RUN)
             return
-        most = min(self._options.max_tokens or MAX_TOKENS, self._room - len(ids))
+        self._num_replies += 1
         with as_sentences():
-            [request] = self._target.requests([ids], self._sampling | {"max_new_tokens": most})
-            request_id = self.engine.submit(request)
+            params = replace(self._sampling, max_tokens=min(self._sampling.max_tokens or MAX_TOKENS, capacity))
+            self.engine.add_request(str(self._num_replies), {"prompt_token_ids": ids}, params)
         start = perf_counter()
+        parts: list[CompletionOutput] = []
         try:
-            done = self._write(request_id)
+            self._write(parts)
         finally:
             sys.stdout.write("\n")
             sys.stdout.flush()
-        self._messages = [*messages, {"role": "assistant", "content": done.text}]
-        if self._options.stats:
-            facts = [f"{len(done.tokens)} tokens", f"{len(done.tokens) / (perf_counter() - start):.0f} tokens/s"]
-            facts.append(f"acceptance length {done.stats.mean_acceptance_length:.2f}")
-            facts.append(f"{done.num_cached_tokens} of {len(ids)} prompt tokens from the cache")
-            self._talk.console.print(" · ".join(facts), style="dim", soft_wrap=True)
-        if done.finish_reason == "length" and len(ids) + len(done.tokens) >= self._room:
-            say(f"the context of {self._room} tokens is full; /reset starts anew", RUN)
+        seconds, last = perf_counter() - start, parts[-1]
+        num_tokens = sum(len(part.token_ids) for part in parts)
+        self._messages = [*messages, {"role": "assistant", "content": "".join(part.text for part in parts)}]
+        if self._stats and last.stats is not None:
+            facts = [f"{num_tokens} tokens", f"{num_tokens / seconds:.0f} tokens/s"]
+            facts.append(f"acceptance length {last.stats.mean_acceptance_length:.2f}")
+            facts.append(f"{last.num_cached_tokens} of {len(ids)} prompt tokens from the cache")
+            self._status.say(" · ".join(facts))
+        if last.finish_reason == "length" and num_tokens >= capacity:
+            say(f"the context of {self._max_tokens} tokens is full; /reset starts anew", RUN)
 
-    def _write(self, request_id: int) -> Any:
-        """The completion, once all of it is on stdout."""
+    def _write(self, parts: list[CompletionOutput]) -> None:
+        """Decode the reply, and write its parts."""
         with ExitStack() as reading, _stoppable() as is_stopped:
-            reading.enter_context(self._talk.waiting("reading the conversation"))
-            while True:
+            reading.enter_context(self._status.waiting("reading the conversation"))
+            while self.engine.has_unfinished_requests():
                 if is_stopped():
-                    self.engine.cancel(request_id)
-                for round_ in self.engine.step():
-                    for row in round_.rows:
-                        if row.text:
-                            reading.close()
-                        sys.stdout.write(row.text)
-                        if row.completion is not None:
-                            return row.completion
-                sys.stdout.flush()
+                    self.engine.abort(str(self._num_replies))
+                for output in self.engine.step():
+                    reading.close()
+                    parts += output.outputs
+                    sys.stdout.write(output.outputs[0].text)
+                    sys.stdout.flush()
 
 
 def _lines() -> Iterator[str]:
@@ -144,9 +145,9 @@ def _lines() -> Iterator[str]:
     while True:
         try:
             if sys.stdout.isatty():
-                line = input(ASKS)
+                line = input(CURSOR)
             else:  # which `input` would write to
-                sys.stderr.write(ASKS)
+                sys.stderr.write(CURSOR)
                 sys.stderr.flush()
                 line = input()
         except EOFError:
@@ -161,11 +162,11 @@ def _lines() -> Iterator[str]:
 
 
 @contextmanager
-def _stoppable() -> Iterator[Any]:
+def _stoppable() -> Iterator[Callable[[], bool]]:
     """Ctrl-C is noted, to be acted on between steps; a second one interrupts at once."""
     stops = 0
 
-    def note(*signal_: Any) -> None:
+    def note(*given: object) -> None:
         nonlocal stops
         stops += 1
         if stops > 1:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from selfspec import hub
-from selfspec.cli.job import Job, Run
+from selfspec.cli.session import Run
+from selfspec.core import SamplingParams, SpeculativeConfig
+from selfspec.llm import LLM
+from selfspec.loading import hub
 
 WARM_UP_TOKENS = 8
 PAIRS = (2, 31)  # fewest and most timed runs of each: those of a small model take hundredths of a second
-PENALTIES = ("repetition_penalty", "no_repeat_ngram_size")  # that `generate` has, too, by the same names
-UNLIKE = ("stop", "generation_config", "presence_penalty", "frequency_penalty")  # options that it has not, or otherwise
 ENOUGH_SECONDS = 3.0  # no further pair is begun after this
 
 
@@ -48,22 +49,16 @@ class Comparison:
         return f"medians of {counts}, in turns; each starts from the acceptance statistics from before this call"
 
     @property
-    def speedup(self) -> float:
-        return self.plain / self.drafted
-
-    @property
     def generate(self) -> float | None:
         return median(self.generate_runs) if self.generate_runs else None
 
     def as_dict(self) -> dict[str, object]:
         """Plain numbers for JSON."""
-        generate: dict[str, object] = {
+        return {
             "generate_seconds": self.generate_runs,
             "generate_speedup": None if self.generate is None else self.generate / self.drafted,
             "generate_first_difference": self.generate_difference,
-        }
-        return generate | {
-            "speedup": self.speedup,
+            "speedup": self.plain / self.drafted,
             "tokens_identical": self.first_difference is None,
             "first_difference": self.first_difference,
             "drafted_seconds": self.drafted_runs,
@@ -71,75 +66,69 @@ class Comparison:
         }
 
 
-def compare(job: Job, shown: Run, before: Any) -> Comparison:
+def compare(llm: LLM, prompts: list[list[int]], params: Sequence[SamplingParams], shown: Run) -> Comparison:
     """Warm all up, then run them in turns, each first in every other pair, until medians mean something.
 
-    `generate` is slow where the compiled engine is not, so it runs twice, or once where that is enough. What these runs
-    see of the model's acceptance is forgotten: the text counts once for later programs, too.
+    `generate` is slow where the compiled engine is not, so it runs twice, or once where that is enough.
 
     Args:
-        before: the acceptance statistics from before the shown run.
+        llm: with the acceptance statistics from before the shown run. They stay as they are.
     """
-    after = job.target.prior
-    try:
-        return _timed(job, shown, before)
-    finally:
-        if job.policy == "adaptive":
-            job.target.prior = after
 
-
-def _timed(job: Job, shown: Run, before: Any) -> Comparison:
-    def run(policy: str, **changes: Any) -> Run:
-        if policy == "adaptive":
-            job.target.prior = before
-        job.target.responses.clear()
-        return job.run(policy, **changes)
+    def run(config: SpeculativeConfig, own: Sequence[SamplingParams]) -> Run:
+        done = Run()
+        llm.with_speculative(config).generate(prompts, own, on_round=done.add)
+        return done
 
     drafted: list[float] = []
     plain: list[float] = []
     generate: list[float] = []
-    pair = [(job.policy, drafted), ("plain", plain)]
-    for policy, _ in pair:
-        run(policy, max_new_tokens=WARM_UP_TOKENS)
-    asks = _generate_is_alike(job) and len(shown.tokens) > 0
+    pair = [(llm.speculative, drafted), (SpeculativeConfig(policy="plain"), plain)]
+    for config, _ in pair:
+        run(config, [replace(own, max_tokens=WARM_UP_TOKENS) for own in params])
+    asks = _generate_is_alike(llm, params) and len(shown.token_ids) > 0
     if asks:
-        _generate(job, WARM_UP_TOKENS)
-    written, theirs = [shown.tokens], [shown.tokens]
+        _generate(llm, prompts[0], params[0], WARM_UP_TOKENS)
+    written, theirs = [shown.token_ids], [shown.token_ids]
     while len(plain) < PAIRS[0] or (len(plain) < PAIRS[1] and sum(drafted) + sum(plain) < ENOUGH_SECONDS):
         pair = pair[::-1]
-        for policy, seconds in pair:
-            done = run(policy)
+        for config, seconds in pair:
+            done = run(config, params)
             seconds.append(done.seconds)
-            written.append(done.tokens)
+            written.append(done.token_ids)
         if asks and (not generate or (len(generate) < PAIRS[0] and sum(generate) < ENOUGH_SECONDS)):
-            tokens, taken = _generate(job, len(shown.tokens))
+            tokens, taken = _generate(llm, prompts[0], params[0], len(shown.token_ids))
             generate.append(taken)
             theirs.append(tokens)
     return Comparison(drafted, plain, _earliest_difference(written), generate, _earliest_difference(theirs))
 
 
-def _generate_is_alike(job: Job) -> bool:
+def _generate_is_alike(llm: LLM, params: Sequence[SamplingParams]) -> bool:
     """Whether transformers' `generate` can be asked the same: one prompt, greedy, no option that it lacks.
 
     In sampling it draws other random numbers.
     """
-    options, own = job.options, getattr(job.target.model, "generation_config", None)
-    temperature = options.get("temperature")
-    greedy = temperature == 0 or (temperature is None and not getattr(own, "do_sample", False))
-    return len(job.ids) == 1 and greedy and not any(name in options for name in UNLIKE)
+    [own, *others], config = params, llm.target.defaults.config
+    is_greedy = own.temperature == 0 or (own.temperature is None and not getattr(config, "do_sample", False))
+    has_more = own.stops or own.stop_token_ids or own.ignore_eos or own.generation_config is False
+    return not (others or has_more or own.presence_penalty or own.frequency_penalty) and is_greedy
 
 
-def _generate(job: Job, count: int) -> tuple[list[int], float]:
+def _generate(llm: LLM, prompt: list[int], params: SamplingParams, count: int) -> tuple[list[int], float]:
     """Up to `count` new tokens by transformers' `generate`, and the seconds it took."""
-    model: Any = job.target.model
-    penalties = {name: job.options[name] for name in PENALTIES if name in job.options}
-    ids = torch.tensor([job.ids[0]], device=job.target.stack.device)
+    model: Any = llm.target.model
+    penalties: dict[str, Any] = {}
+    if params.repetition_penalty is not None:
+        penalties["repetition_penalty"] = params.repetition_penalty
+    if params.no_repeat_ngram_size is not None:
+        penalties["no_repeat_ngram_size"] = params.no_repeat_ngram_size
+    ids = torch.tensor([prompt], device=llm.target.split.device)
     with hub.quiet():
         start = perf_counter()
         out = model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, **penalties
         ).tolist()
-        return out[0][len(job.ids[0]) :], perf_counter() - start
+        return out[0][len(prompt) :], perf_counter() - start
 
 
 def _earliest_difference(texts: list[list[int]]) -> int | None:

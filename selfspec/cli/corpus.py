@@ -4,27 +4,40 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated
 
-from selfspec.cli.failure import RUN, Failure, as_sentences
-from selfspec.cli.options import CorpusBuild, CorpusInfo
-from selfspec.cli.talk import Talk
+from typer import Argument, Option
+
+from selfspec.cli.failure import RUN, Failure
+from selfspec.cli.options import Json, ModelArgument, Quiet, as_sentences
+from selfspec.cli.status import StatusConsole
+
+if TYPE_CHECKING:
+    from selfspec.drafting.datastore_file import About
 
 
-def build(options: CorpusBuild) -> None:
+def build(
+    *,
+    model: ModelArgument,
+    files: Annotated[
+        list[Path], Argument(metavar="CORPUS...", help="Text or JSON-lines files, UTF-8.", exists=True, dir_okay=False)
+    ],
+    output: Annotated[Path, Option("--output", "-o", help="The index.", metavar="FILE", dir_okay=False)],
+    field: Annotated[str, Option(help="Where a line of a JSON-lines file (.jsonl, .ndjson) has its text.")] = "text",
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
     """Tokenize, sort, write, and say what was written."""
-    model, output = options.model, options.output.expanduser()
-    files = [file.expanduser() for file in options.files]
-    _check(files, output)
-    with Talk(options.quiet) as talk:
-        with talk.waiting("importing torch and transformers"):
-            from selfspec import hub
+    _check(output)
+    with StatusConsole(quiet) as status:
+        with status.waiting("importing torch and transformers"):
             from selfspec.drafting import datastore_build
             from selfspec.drafting.documents import documents
+            from selfspec.loading import hub
             from selfspec.model.fingerprint import vocabulary_of
 
         with as_sentences():
@@ -34,37 +47,28 @@ def build(options: CorpusBuild) -> None:
                 f"{model} has no tokenizer, so it cannot read text; save one in its folder, or choose another", RUN
             )
         vocab_size = max(tokenizer.get_vocab().values()) + 1
-        with _building(output), talk.waiting(f"building {output.name}"):
-            found = documents(files, tokenizer, options.field)
-            about = datastore_build.build(output, found, vocabulary_of(tokenizer), vocab_size, talk.progress)
-    _write(output, about, {}, options.as_json)
+        with _building(output), status.waiting(f"building {output.name}"):
+            found = documents(files, tokenizer, field)
+            about = datastore_build.build(output, found, vocabulary_of(tokenizer), vocab_size, status.progress)
+    _write(output, about, False, as_json)
 
 
-def info(options: CorpusInfo) -> None:
+def info(
+    *,
+    file: Annotated[Path, Argument(metavar="FILE", help="The index.", show_default=False)],
+    verify: Annotated[bool, Option("--verify", help="Read all of it and compare it with its checksum.")] = False,
+    as_json: Json = False,
+) -> None:
     """Say what an indexed corpus holds, and whether it is whole."""
     from selfspec.drafting import datastore_file
 
-    file = options.file.expanduser()
-    with reading(file):
-        if options.verify:
+    with as_sentences():
+        if verify:
             about = datastore_file.verify(file)
         else:
             opened, about = datastore_file.open_file(file)
             opened.close()
-    _write(file, about, {"verified": options.verify}, options.as_json)
-
-
-@contextmanager
-def reading(file: Path) -> Iterator[None]:
-    """Turn what is wrong with an indexed corpus that is read into failures of the run."""
-    from selfspec.errors import DatastoreError
-
-    try:
-        yield
-    except (DatastoreError, FileNotFoundError) as problem:
-        raise Failure(str(problem), RUN) from problem
-    except OSError as problem:
-        raise Failure(f"{file} cannot be read ({problem.strerror}); give a file of yours", RUN) from problem
+    _write(file, about, verify, as_json)
 
 
 @contextmanager
@@ -78,17 +82,10 @@ def _building(output: Path) -> Iterator[None]:
         raise Failure(f"{output} cannot be written ({reason}); give a file in an existing folder", RUN) from problem
 
 
-def _check(files: Sequence[Path], output: Path) -> None:
+def _check(output: Path) -> None:
     """Refuse what would fail after a long time, or replace what is no indexed corpus."""
     from selfspec.drafting.datastore_file import MAGIC
 
-    for file in files:
-        if file.is_dir():
-            raise Failure(f"{file} is a folder; give the files in it, such as {file}/*.txt")
-        if not file.exists():
-            raise Failure(f"there is no file {file}; give text or JSON-lines files")
-    if output.is_dir():
-        raise Failure(f"--output {output} is a folder; give a file in it")
     if not output.parent.is_dir():
         raise Failure(f"--output {output}: there is no folder {output.parent}; make it first")
     if output.exists():
@@ -97,9 +94,9 @@ def _check(files: Sequence[Path], output: Path) -> None:
                 raise Failure(f"--output {output} is there already and no indexed corpus; choose another name")
 
 
-def _write(file: Path, about: Any, more: dict[str, Any], as_json: bool) -> None:
+def _write(file: Path, about: About, is_verified: bool, as_json: bool) -> None:
     if as_json:
-        document = {"file": str(file), **asdict(about), "num_bytes": about.num_bytes, **more}
+        document = {"file": str(file), **asdict(about), "num_bytes": about.num_bytes, "verified": is_verified}
         sys.stdout.write(json.dumps(document) + "\n")
     else:
         rows = {
@@ -109,7 +106,7 @@ def _write(file: Path, about: Any, more: dict[str, Any], as_json: bool) -> None:
             "vocabulary": f"{about.vocab_size:,} tokens, fingerprint {about.tokenizer}",
             "size": f"{about.num_bytes:,} bytes, {about.num_bytes / about.num_tokens:.1f} per token",
         }
-        if more.get("verified"):
+        if is_verified:
             rows["checksum"] = "right"
         for name, value in rows.items():
             sys.stdout.write(f"{name:<12} {value}\n")

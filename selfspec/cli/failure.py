@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 RUN, USAGE, INTERRUPTED = 1, 2, 130
-_LIBRARY_NAMES = {  # parameters of the library whose options are called otherwise
-    "max_new_tokens": "max_tokens",
-    "num_draft_tokens": "num_speculative_tokens",
-    "drafts": "drafters",
-    "datastore": "corpus",
-    "engine": "backend",
-}
-_SAME_NAMES = ("adapter", "device", "dtype", "exit_heads", "exit_layer", "model", "policy", "quantize")
 
 
 class Failure(Exception):
@@ -25,30 +14,6 @@ class Failure(Exception):
     def __init__(self, message: str, code: int = USAGE) -> None:
         super().__init__(message)
         self.code = code
-
-
-def flag(name: str) -> str:
-    """How an option is called on the command line."""
-    return "PROMPT" if name == "prompt" else "--" + name.replace("_", "-")
-
-
-@contextmanager
-def as_sentences() -> Iterator[None]:
-    """Turn what the library raises at its border into failures: bad values are usage, all else belongs to the run."""
-    try:
-        yield
-    except ValueError as problem:
-        raise Failure(_as_options(str(problem))) from problem
-    except (OSError, ImportError, RuntimeError) as problem:
-        if type(problem) is RuntimeError:
-            raise  # a mistake of ours: its traceback is wanted
-        raise Failure(_as_options(str(problem)), RUN) from problem
-
-
-def _as_options(sentence: str) -> str:
-    """The library's sentences begin with a parameter's name; say the option's instead."""
-    names = "|".join([*_LIBRARY_NAMES, *_SAME_NAMES])
-    return re.sub(rf"^({names})\b(?!:)", lambda found: flag(_LIBRARY_NAMES.get(found[0], found[0])), sentence)
 
 
 def ending(problem: BaseException) -> int:

@@ -5,29 +5,31 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from typer import Exit
 
-from selfspec.cli.failure import RUN, as_sentences
-from selfspec.cli.options import Inspect
-from selfspec.cli.talk import Talk
+from selfspec.cli.failure import RUN
+from selfspec.cli.options import Json, ModelArgument, ModelOptions, as_sentences
+from selfspec.cli.status import StatusConsole
+
+if TYPE_CHECKING:
+    from selfspec.loading.inspection import Report
 
 
-def inspect(options: Inspect) -> None:
+def inspect(*, model: ModelArgument, options: ModelOptions, as_json: Json = False) -> None:
     """Write the report; the exit code says whether the self-check passes."""
-    model = options.model
-    with Talk() as talk, as_sentences():
-        with talk.waiting("importing torch and transformers"):
-            from selfspec import hub
-            from selfspec.inspection import examine
+    with StatusConsole() as status, as_sentences():
+        with status.waiting("importing torch and transformers"):
+            from selfspec.loading import hub
+            from selfspec.loading.inspection import examine
 
-        with talk.waiting(f"loading {model}"):
+        with status.waiting(f"loading {model}"):
             opened, tokenizer = hub.open_model(
                 model, dtype=options.dtype, device=options.device, adapter=options.adapter
             )
             report = examine(model, opened, tokenizer)
-    if options.as_json:
+    if as_json:
         sys.stdout.write(json.dumps(asdict(report)) + "\n")
     else:
         _write(report)
@@ -35,7 +37,7 @@ def inspect(options: Inspect) -> None:
     raise Exit(0 if report.self_check else RUN)
 
 
-def _write(report: Any) -> None:
+def _write(report: Report) -> None:
     check = "passes" if report.self_check else f"does not pass: {report.reason}"
     if report.split_error is not None:
         check += f" (split and whole model differ by {report.split_error:.1e} standard deviations of the logits)"
@@ -52,7 +54,7 @@ def _write(report: Any) -> None:
         "context limit": report.context_limit,
         "default policy": report.policy,
         "stored exit layer": report.exit_layer,
-        "stored draft tokens": report.num_draft_tokens,
+        "stored draft tokens": report.num_speculative_tokens,
     }
     for name, value in rows.items():
         if value is not None:

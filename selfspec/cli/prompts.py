@@ -6,12 +6,14 @@ import codecs
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from selfspec.cli.failure import RUN, Failure
-from selfspec.cli.options import Generate
+
+if TYPE_CHECKING:
+    from selfspec.llm import LLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,28 +25,20 @@ class Prompt:
     max_tokens: int | None = None
     seed: int | None = None
     where: str = "prompt"  # how error messages call it
-    index: int = 0  # among the completions that are asked for, which are so many
-    of: int = 1
 
 
-def read_prompts(options: Generate) -> list[Prompt]:
-    """What the options ask to continue: one prompt, or a file of them."""
-    if options.prompts is not None:
-        prompts = parse_lines(options.prompts, _read_file(options.prompts))
+def read_prompts(text: str | None, file: str | None) -> list[Prompt]:
+    """What to continue: one prompt, or a file of them."""
+    if file is not None:
+        prompts = parse_lines(file, _read_file(file))
         if not prompts:
-            raise Failure(f'{options.prompts} holds no prompt; write one {{"prompt": "..."}} per line')
-        return _several(prompts, options.n)
-    text = options.prompt
+            raise Failure(f'{file} holds no prompt; write one {{"prompt": "..."}} per line')
+        return prompts
     if text is None and (sys.stdin is None or sys.stdin.isatty()):
         raise Failure("a prompt is missing; give one, for example: selfspec generate 'def main():'")
     if text is None or text == "-":
         text = _decode(_stdin(), "stdin").removesuffix("\n")
-    return _several([Prompt(_checked(text, "prompt"), id=0)], options.n)
-
-
-def _several(prompts: Sequence[Prompt], n: int) -> list[Prompt]:
-    """Each so many times."""
-    return [replace(prompt, index=i, of=n) for prompt in prompts for i in range(n)]
+    return [Prompt(_checked(text, "prompt"), id=0)]
 
 
 def parse_lines(name: str, data: bytes) -> list[Prompt]:
@@ -65,15 +59,14 @@ def _parse(line: str, where: str, index: int) -> Prompt:
         raise Failure(f"{where}: not valid JSON ({problem}); every line must be one object with a prompt") from None
     if not isinstance(found, dict):
         raise Failure(f'{where}: must be an object such as {{"prompt": "..."}}, got {type(found).__name__}')
-    unknown = sorted(set(found) - {"prompt", "id", "max_tokens", "max_new_tokens", "seed"})
+    unknown = sorted(set(found) - {"prompt", "id", "max_tokens", "seed"})
     if unknown:
         raise Failure(f"{where}: unknown key {unknown[0]!r}; allowed are prompt, id, max_tokens and seed")
     if not isinstance(found.get("prompt"), str):
         raise Failure(f"{where}: prompt must be a text, got {json.dumps(found.get('prompt'))}")
     if not isinstance(found.get("id", ""), str | int) or isinstance(found.get("id"), bool):
         raise Failure(f"{where}: id must be a text or an integer, got {json.dumps(found['id'])}")
-    name = "max_tokens" if "max_tokens" in found else "max_new_tokens"  # its name until 0.3
-    limit = _integer(found, name, where, 1, 1 << 63)
+    limit = _integer(found, "max_tokens", where, 1, 1 << 63)
     seed = _integer(found, "seed", where, -(1 << 63), 1 << 63)
     return Prompt(_checked(found["prompt"], f"{where}: prompt"), found.get("id", index), limit, seed, where)
 
@@ -125,29 +118,32 @@ def read_lines() -> Iterator[str]:
             yield _decode(line, "stdin").strip()
 
 
-def has_template(tokenizer: Any, model: str) -> bool:
+def has_template(llm: LLM, model: str) -> bool:
     """Whether there is a chat template; refuses a model without a tokenizer."""
-    if tokenizer is None:
+    if llm.tokenizer is None:
         raise Failure(
             f"{model} has no tokenizer, so it cannot read text; save one in its folder, or choose another", RUN
         )
-    return bool(tokenizer.chat_template)
+    return bool(llm.tokenizer.chat_template)
 
 
-def tokenize(
-    prompts: Sequence[Prompt], tokenizer: Any, system: str | None, chat: bool, context_limit: int
-) -> list[list[int]]:
+def tokenize(prompts: Sequence[Prompt], llm: LLM, system: str | None, is_chat: bool) -> list[list[int]]:
     """Token ids of every prompt; each is known to fit into the context. A template writes its special tokens itself."""
-    made: list[list[int]] = []
+    from selfspec.loading import hub
+
+    made, context_limit = list[list[int]](), llm.target.split.context_limit
     for prompt in prompts:
-        messages = [*system_message(system), {"role": "user", "content": prompt.text}]
-        ids = chat_ids(tokenizer, messages) if chat else tokenizer(prompt.text)["input_ids"]
+        if is_chat:
+            ids = chat_ids(llm, [*system_message(system), {"role": "user", "content": prompt.text}])
+        else:
+            with hub.quiet():
+                ids = list(llm.tokenizer(prompt.text)["input_ids"])
         if len(ids) >= context_limit:
             raise Failure(
                 f"{prompt.where} has {len(ids)} tokens and the model's context holds {context_limit}; "
                 f"shorten it by at least {len(ids) - context_limit + 1}"
             )
-        made.append(list(ids))
+        made.append(ids)
     return made
 
 
@@ -155,10 +151,13 @@ def system_message(text: str | None) -> list[dict[str, str]]:
     return [] if text is None else [{"role": "system", "content": text}]
 
 
-def chat_ids(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
+def chat_ids(llm: LLM, messages: Sequence[dict[str, str]]) -> list[int]:
     """Token ids of a conversation, up to where the next answer begins."""
+    from selfspec.loading import hub
+
     try:
-        return list(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False))
+        with hub.quiet():
+            return llm.chat_prompt(messages)
     except Exception as problem:
         raise Failure(
             f"the chat template refuses these messages ({problem}); try it without --system, or generate --no-chat"

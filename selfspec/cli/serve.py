@@ -2,59 +2,79 @@
 
 from __future__ import annotations
 
-import logging
 import signal
-import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Annotated
 
-from selfspec.cli.failure import RUN, Failure, as_sentences
-from selfspec.cli.options import Batch, Serve
-from selfspec.cli.talk import Talk
+from typer import Option
+
+from selfspec.cli.failure import RUN, Failure
+from selfspec.cli.options import (
+    Learn,
+    ModelArgument,
+    ModelOptions,
+    Quiet,
+    Replicas,
+    ServedModelName,
+    as_sentences,
+)
+from selfspec.cli.session import open_llm, opened
+from selfspec.cli.status import StatusConsole
+from selfspec.core import SpeculativeConfig
+from selfspec.serving.config import ServerConfig
+
+if TYPE_CHECKING:
+    from selfspec.llm import LLM
 
 PARTS = ("fastapi", "uvicorn", "prometheus_client")
 RAY_PARTS = ("ray",)
+MAX_NUM_SEQS = 16  # where nobody names another number
 
 
-def serve(options: Serve) -> None:
+def serve(
+    *,
+    model: ModelArgument,
+    options: ModelOptions,
+    speculative: SpeculativeConfig,
+    learn: Learn = None,
+    host: Annotated[str, Option(help="Address to listen at.", rich_help_panel="Server")] = "127.0.0.1",
+    port: Annotated[
+        int, Option(help="Port to listen at; 0 takes a free one.", min=0, max=65535, rich_help_panel="Server")
+    ] = 8000,
+    config: ServerConfig,
+    served_model_name: ServedModelName = None,
+    replicas: Replicas = None,
+    quiet: Quiet = False,
+) -> None:
     """Load the model and serve it."""
-    options.check()
+    size = config.max_num_seqs or MAX_NUM_SEQS
+    config = replace(config, model=served_model_name or model, max_num_seqs=size)
     require("serve", PARTS)
-    if options.replicas is not None:
-        require("ray", RAY_PARTS)
-        _serve_replicas(options, options.replicas)
+    if replicas is not None:
+        if learn is not None or config.log_prompts:
+            name = "--learn" if learn is not None else "--log-prompts"
+            raise Failure(f"{name} is for a single process; leave it or --replicas out")
+        check_replicas(options)
+        make_llm = partial(open_llm, model, options, speculative, max_num_seqs=size)
+        _serve_replicas(make_llm, config, replicas, host, port, options.device, quiet)
         return
-    with Talk(options.quiet) as talk:
-        with talk.waiting("importing torch and transformers"):
-            from selfspec.serving.run import bound
+    with StatusConsole(quiet) as status:
+        with status.waiting("importing torch and transformers"):
+            from selfspec.serving.run import DrainingServer, bound
 
         with as_sentences():  # before minutes are spent on loading
-            at = bound(options.host, options.port)
-        with at:
-            _serve(options, talk, at)
-
-
-def _serve(options: Serve, talk: Talk, at: socket.socket) -> None:
-    from selfspec.cli.job import keep, learner_of, policy_name
-    from selfspec.kernels.machine import set_threads
-    from selfspec.serving.run import DrainingServer
-
-    set_threads(options.threads)
-    llm = _open(options, talk, options.max_num_seqs)
-    policy = policy_name(options, llm.target)
-    learner = learner_of(options, llm.target, policy)
-    llm.speculative = _speculative(options, llm.target, learner)
-    if options.log_prompts:
-        _log_to(talk)
-    try:
-        with as_sentences():
-            DrainingServer(llm, _config(options), at, say=lambda line: _say(talk, line)).run()
-    finally:  # interrupted or not: what was learned is good
-        keep(llm.target, policy, learner, options, talk)
+            at = bound(host, port)
+        with (
+            at,
+            opened(model, options, speculative, status, learn=learn, max_num_seqs=size) as llm,
+            as_sentences(),
+        ):
+            DrainingServer(llm, config, at, say=status.say).run()
 
 
 def require(extra: str, parts: Sequence[str]) -> None:
@@ -64,102 +84,41 @@ def require(extra: str, parts: Sequence[str]) -> None:
         raise Failure(f"{extra} needs {', '.join(missing)}; install them with: pip install 'selfspec[{extra}]'", RUN)
 
 
-def _serve_replicas(options: Serve, number: int) -> None:
+def check_replicas(options: ModelOptions) -> None:
+    """Refuse what several processes cannot share."""
+    if options.device not in (None, "cpu", "cuda"):
+        raise Failure(f"--device must be cpu or cuda with --replicas, which take a device each, got {options.device}")
+    require("ray", RAY_PARTS)
+
+
+def _serve_replicas(
+    make_llm: Callable[[], LLM],
+    config: ServerConfig,
+    num_replicas: int,
+    host: str,
+    port: int,
+    device: str | None,
+    quiet: bool,
+) -> None:
     """Serve from several processes until a signal; their requests end first."""
-    with Talk(options.quiet) as talk:
-        with talk.waiting("importing torch and Ray"):
+    with StatusConsole(quiet) as status:
+        with status.waiting("importing torch and Ray"):
             from selfspec.serving.replicas import replicated
 
         with as_sentences(), ExitStack() as running:
-            made = replicated(
-                partial(open_llm, options, options.max_num_seqs),
-                _config(options),
-                number,
-                options.host,
-                options.port,
-                device=options.device,
-            )
-            with talk.waiting(f"starting {number} replicas of {options.model}"):
-                url = running.enter_context(made)
-            _say(talk, f"serving {options.served_model_name or options.model} by {number} replicas at {url}")
+            with status.waiting(f"starting {num_replicas} replicas of {config.model}"):
+                url = running.enter_context(replicated(make_llm, config, num_replicas, host, port, device=device))
+            status.say(f"serving {config.model} by {num_replicas} replicas at {url}")
             if _wait_for_signal() == signal.SIGINT:
                 raise KeyboardInterrupt
 
 
 def _wait_for_signal() -> int:
     """The signal that ended the wait; another one has its usual effect."""
-    told: SimpleQueue[int] = SimpleQueue()
-    before = {one: signal.signal(one, lambda which, _: told.put(which)) for one in (signal.SIGTERM, signal.SIGINT)}
+    signals: SimpleQueue[int] = SimpleQueue()
+    before = {one: signal.signal(one, lambda which, _: signals.put(which)) for one in (signal.SIGTERM, signal.SIGINT)}
     try:
-        return told.get()
+        return signals.get()
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
-
-
-def open_llm(options: Serve | Batch, max_num_seqs: int) -> Any:
-    """The model that the options name, for one replica, in whose process this runs."""
-    from selfspec.kernels.machine import set_threads
-
-    set_threads(options.threads)
-    with Talk(quiet=True) as talk:
-        llm = _open(options, talk, max_num_seqs)
-        llm.speculative = _speculative(options, llm.target, None)
-    return llm
-
-
-def _open(options: Serve | Batch, talk: Talk, max_num_seqs: int) -> Any:
-    from selfspec.cli.job import opening
-    from selfspec.llm import LLM
-
-    parts = opening(options)
-    with as_sentences(), talk.waiting(f"loading {options.model}"):
-        return LLM(
-            options.model,
-            backend=parts.pop("engine"),
-            exact=options.exact,
-            max_num_seqs=max_num_seqs,
-            **parts,
-        )
-
-
-def _speculative(options: Serve | Batch, target: Any, learner: Any) -> Any:
-    from selfspec.cli.job import corpus_of
-    from selfspec.params import SpeculativeConfig
-
-    with as_sentences():
-        return SpeculativeConfig(
-            policy=options.policy,
-            exit_layer=options.exit_layer,
-            num_speculative_tokens=options.num_speculative_tokens,
-            drafters=options.sources,
-            corpus=corpus_of(options, target),
-            reuse_responses=options.reuse_responses,
-            learn=learner or False,
-        )
-
-
-def _config(options: Serve) -> Any:
-    from selfspec.serving.config import ServerConfig
-
-    names = (
-        "api_key", "max_num_seqs", "max_num_cached_tokens", "max_waiting_requests", "max_waiting_tokens",
-        "request_timeout", "max_body_bytes", "log_prompts",
-    )  # fmt: skip
-    model = options.served_model_name or options.model
-    return ServerConfig(model=model, **{name: getattr(options, name) for name in names})
-
-
-def _say(talk: Talk, line: str) -> None:
-    talk.console.print(line, style="dim", soft_wrap=True, markup=False)
-
-
-def _log_to(talk: Talk) -> None:
-    """Prompts are lines on stderr."""
-
-    class Lines(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.levelno == logging.INFO:
-                _say(talk, record.getMessage())
-
-    logging.getLogger("selfspec.serving").addHandler(Lines())

@@ -9,7 +9,7 @@ from itertools import pairwise
 from selfspec.control.plan import NUM_BINS, NUM_LOOKUP_BINS, Alternatives, LookupTable, Policy, ShadowPlan
 from selfspec.core import LOOKUP, UNBOUNDED_ROUNDS, Plan, Request, RoundOutput, Sequence
 from selfspec.errors import is_number, whole
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 
 MOST_CHECKED = 4  # checked plans that are remembered
 PLAIN = Plan(None, (), num_rounds=UNBOUNDED_ROUNDS)
@@ -63,11 +63,11 @@ def _without(plan: Plan, speculate: abc.Sequence[bool]) -> Plan:
     return replace(plan, draft_lengths=lengths, lookups=table, shadow=shadow)
 
 
-def check_request(request: Request, stack: Stack, has_tokenizer: bool) -> None:
+def check_request(request: Request, split: SplitModel, has_tokenizer: bool) -> None:
     """ValueError unless the model can read the prompt and write more."""
     if request.params.stop and not has_tokenizer:
         raise ValueError("stop needs a tokenizer to turn tokens into text; load with tokenizer=...")
-    limit, vocab = stack.context_limit, stack.vocab_size
+    limit, vocab = split.context_limit, split.vocab_size
     if not all(0 <= token < vocab for token in request.prompt_token_ids):
         wrong = next(token for token in request.prompt_token_ids if not 0 <= token < vocab)
         raise ValueError(f"a prompt's token ids must lie in 0..{vocab - 1}, the model's vocabulary, got {wrong}")

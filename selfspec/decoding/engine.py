@@ -24,7 +24,7 @@ from selfspec.executors.select import executors_for
 from selfspec.learn import Learner
 from selfspec.model.draft_vocabulary import Part
 from selfspec.model.refusals import refuse_autocast
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 from selfspec.progress import report
 
 DEFAULT_SEQUENCE_TOKENS = 2048  # cached tokens per sequence when the caller names no budget
@@ -34,16 +34,16 @@ MAX_STEP_SECONDS = 0.25  # of a step that nobody watches: an interrupt need not 
 OnRound = Callable[[RoundOutput], None]
 
 
-def page_size_of(stack: Stack) -> int:
-    """Tokens of a small page: as many as the stack's attention backend can read pages of."""
-    return max(PAGE_SIZE, stack.backend.page_multiple)
+def page_size_of(split: SplitModel) -> int:
+    """Tokens of a small page: as many as the split model's attention backend can read pages of."""
+    return max(PAGE_SIZE, split.attention.page_multiple)
 
 
 class LLMEngine:
     """Decodes requests in a running batch. Made by `LLM.engine`.
 
     Args:
-        stack: the opened model's layers and heads.
+        split: the opened model's layers and heads.
         policy: plans the rounds.
         defaults: makes requests of prompts and parameters.
         max_num_seqs: sequences decoded together; more wait their turn.
@@ -76,7 +76,7 @@ class LLMEngine:
 
     def __init__(
         self,
-        stack: Stack,
+        split: SplitModel,
         policy: Policy,
         defaults: GenerationDefaults,
         *,
@@ -95,31 +95,31 @@ class LLMEngine:
             raise ValueError(f"max_step_seconds must be a number of at least 0, got {max_step_seconds!r}")
         self.max_num_seqs = whole("max_num_seqs", max_num_seqs, 1)
         self.prefill_chunk = whole("prefill_chunk", prefill_chunk, 1)
-        refuse_autocast(stack.device)
-        self.stack, self.policy, self._defaults = stack, policy, defaults
-        self._policy = CheckedPolicy(policy, stack.num_layers)
-        if learner is not None and stack.ranks is not None:
+        refuse_autocast(split.device)
+        self.split, self.policy, self._defaults = split, policy, defaults
+        self._policy = CheckedPolicy(policy, split.num_layers)
+        if learner is not None and split.ranks is not None:
             raise ValueError("learn works by the clock of one process, got a model that is spread over several")
         if learner is not None:
-            learner.follow(stack)
+            learner.follow(split)
         self._learner = learner
         if corpus is not None:
-            corpus.check_fits(stack.vocab_size)
+            corpus.check_fits(split.vocab_size)
         prefix = prefix_cache if isinstance(prefix_cache, PrefixCache) else None
         if prefix is None:
             cache = self._new_cache(max_num_cached_tokens, page_size, bool(prefix_cache))
-            prefix = PrefixCache(cache, stack) if prefix_cache else None
+            prefix = PrefixCache(cache, split) if prefix_cache else None
         else:
             cache = prefix.cache
         self.cache, self.prefix = cache, prefix
-        self.frequencies = stack.frequencies
+        self.frequencies = split.frequencies
         """Of the tokens that it reads and writes."""
-        self.chunks = chunks_for(stack, self.prefill_chunk)
+        self.chunks = chunks_for(split, self.prefill_chunk)
         """How many of the prompts' tokens are read between two plans."""
         self.running: list[Sequence] = []
         self._responses = responses
         texts = tuple([one for one in (responses, corpus) if one is not None])
-        self._scheduler = Scheduler(stack, cache, defaults.tokenizer, texts, prefix)
+        self._scheduler = Scheduler(split, cache, defaults.tokenizer, texts, prefix)
         self._aborted: set[str] = set()
         self._outputs = RequestOutputs(defaults.tokenizer, final_only)
         # Not handed out yet; they outlive a step that raises:
@@ -129,19 +129,19 @@ class LLMEngine:
         self._is_streamed = max_step_seconds is None
         self._deadline = STREAM_SECONDS if max_step_seconds is None else max_step_seconds
         examples = None if learner is None else learner.take
-        self._executors = executors_for(stack, cache, Picker(stack), examples)
+        self._executors = executors_for(split, cache, Picker(split), examples)
         self._round_seconds = 0.0  # of the last round
 
     def _new_cache(self, num_tokens: int | None, page_size: int | None, has_prefixes: bool) -> Any:
         if num_tokens is None:
-            num_tokens = self.max_num_seqs * min(self.stack.context_limit, DEFAULT_SEQUENCE_TOKENS)
+            num_tokens = self.max_num_seqs * min(self.split.context_limit, DEFAULT_SEQUENCE_TOKENS)
         share = max(1, whole("max_num_cached_tokens", num_tokens, 1) // self.max_num_seqs)
         if page_size is None:
-            is_whole = self.stack.device.type == "cpu" and not has_prefixes
-            page_size = share if is_whole else min(share, page_size_of(self.stack))
+            is_whole = self.split.device.type == "cpu" and not has_prefixes
+            page_size = share if is_whole else min(share, page_size_of(self.split))
         if num_tokens < page_size:
             raise ValueError(f"max_num_cached_tokens must hold a page of {page_size} tokens, got {num_tokens}")
-        return self.stack.new_cache(num_tokens // page_size, page_size)
+        return self.split.new_cache(num_tokens // page_size, page_size)
 
     # ------------------------------------------------------------------------------------------------------- requests
 
@@ -205,7 +205,7 @@ class LLMEngine:
         Returns:
             what is new of every request, in the order in which it was decoded; texts add up to the whole.
         """
-        refuse_autocast(self.stack.device)
+        refuse_autocast(self.split.device)
         seconds = StageSeconds()
         self._drop_finished()
         if self._rows:  # of aborted requests, and of a step that raised
@@ -260,16 +260,16 @@ class LLMEngine:
         most = plan.num_rounds if len(rows) == len(self.running) else 1  # others wait for their prompts to be read
         if self._is_streamed and any(row.num_tokens == row.num_prompt_tokens for row in rows):
             most = 1  # a first token is waited for, and tokens are handed out after a step
-        if self.stack.ranks is not None:  # clocks differ between ranks
+        if self.split.ranks is not None:  # clocks differ between ranks
             in_time = deadline / self._round_seconds if self._round_seconds else 1
-            most, deadline = self.stack.agreed(max(1, int(min(most, in_time)))), math.inf
+            most, deadline = self.split.agreed(max(1, int(min(most, in_time)))), math.inf
         return (plan if most == plan.num_rounds else replace(plan, num_rounds=most)), deadline
 
     def _draft_vocabulary(self, plan: Plan, rows: list[Sequence]) -> Part | None:
         """The part of the vocabulary that layers draft over; None: all of it, or no layer drafts."""
-        if plan.draft_vocab is None or not plan.exit_layer or not self.stack.has_draft_heads:
+        if plan.draft_vocab is None or not plan.exit_layer or not self.split.has_draft_heads:
             return None
-        if plan.draft_vocab >= self.stack.vocab_size or any(row.has_processors for row in rows):
+        if plan.draft_vocab >= self.split.vocab_size or any(row.has_processors for row in rows):
             return None
         return self.frequencies.part(plan.draft_vocab)
 
@@ -352,7 +352,7 @@ class LLMEngine:
         for sequence in self._scheduler.admitted(self.max_num_seqs - len(self.running)):
             self.running.append(sequence)
             self.frequencies.add(sequence.request.prompt_token_ids[sequence.num_cached :])
-            self.stack.refresh()  # a sequence is decoded by the weights as they are when it joins
+            self.split.refresh()  # a sequence is decoded by the weights as they are when it joins
 
     @torch.inference_mode()
     def _read_prompts(self) -> None:
@@ -365,7 +365,7 @@ class LLMEngine:
         readers = self._scheduler.readers(self.running)
         before = sum([sequence.num_cached for sequence in readers])
         are_waiting = any(sequence.is_prefilled for sequence in self.running)  # for their next round
-        most = self.stack.agreed(self.chunks.size()) if are_waiting else self.prefill_chunk
+        most = self.split.agreed(self.chunks.size()) if are_waiting else self.prefill_chunk
         self._executors[-1].prefill(readers, most, self.policy)
         return sum([sequence.num_cached for sequence in readers]) - before
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from selfspec.core import Sequence
 from selfspec.model.kv_cache import PagedCache
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 
 ROOT = 0  # the number of what is before a text's first page
 TYPE: Literal["i"] = "i"  # of the tokens in a key
@@ -25,7 +25,7 @@ class Key(NamedTuple):
     """What a page holds. Equal keys mean equal texts up to the end of the page, computed in the same shapes."""
 
     parent: int  # number of the block before
-    num_wide: int  # its first tokens that were computed as those of a long prompt; see `Stack.num_wide`
+    num_wide: int  # its first tokens that were computed as those of a long prompt; see `SplitModel.num_wide`
     tokens: bytes
 
     @property
@@ -71,13 +71,13 @@ class PrefixCache:
     """Pages of one cache by their texts.
 
     Args:
-        stack: what writes them. Pages that were written before its weights were edited in place are not found; none are
+        split: what writes them. Pages that were written before its weights were edited in place are not found; none are
             where weights do not count edits, since they were made in inference mode.
     """
 
-    def __init__(self, cache: PagedCache, stack: Stack) -> None:
-        self.cache, self._stack = cache, stack
-        self._weights = [*stack.model.parameters()]  # finding them takes longer than counting their edits
+    def __init__(self, cache: PagedCache, split: SplitModel) -> None:
+        self.cache, self._split = cache, split
+        self._weights = [*split.model.parameters()]  # finding them takes longer than counting their edits
         self._blocks: dict[Key, Block] = {}  # full pages
         self._branches: dict[tuple[int, int, bytes], Block] = {}  # full or not; the latest of its parent and token
         self._idle: OrderedDict[Block, None] = OrderedDict()  # without users; every page before the page before it
@@ -145,7 +145,7 @@ class PrefixCache:
     def _key(self, content: abc.Sequence[int], num_prompt: int, blocks: abc.Sequence[Block], length: int) -> Key:
         """Of the page after these."""
         size, start = self.cache.page_size, len(blocks) * self.cache.page_size
-        num_wide = min(size, max(0, self._stack.num_wide(num_prompt - 1) - start))
+        num_wide = min(size, max(0, self._split.num_wide(num_prompt - 1) - start))
         tokens = bytes_of(content[start : start + length])
         return Key(blocks[-1].number if blocks else ROOT, num_wide, tokens)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from selfspec.decoding.prefix_cache import PrefixCache
 from selfspec.model.quantized import dense
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 
 LINE = 1024  # numbers of 8 bytes
 
@@ -19,51 +19,51 @@ class PrefixStore:
     """The prefix cache of the call that ended last, for the next one. While a call has it, others begin with none."""
 
     def __init__(self) -> None:
-        self._kept: dict[Stack, PrefixCache] = {}
+        self._kept: dict[SplitModel, PrefixCache] = {}
         self._lock = Lock()
 
     @torch.inference_mode()
-    def take(self, stack: Stack, num_tokens: int, most_kept: int, page_size: int) -> PrefixCache:
-        """A prefix cache for rows of `num_tokens` tokens together, with what was kept for this stack, if there is any.
+    def take(self, split: SplitModel, num_tokens: int, most_kept: int, page_size: int) -> PrefixCache:
+        """A prefix cache for rows of `num_tokens` tokens together, with what was kept for this split model.
 
         It grows to hold what was kept, too, up to `most_kept` tokens. On a device it has that size at once, since
         recordings are made for one storage. Only one caller gets what was kept.
         """
         with self._lock:
-            prefix = self._kept.pop(stack, None)
-        weights = state_of(stack) if most_kept else None
+            prefix = self._kept.pop(split, None)
+        weights = state_of(split) if most_kept else None
         need, most = (-(-tokens // page_size) for tokens in (num_tokens, max(num_tokens, most_kept)))
         if prefix is None or prefix.cache.page_size != page_size:
-            size = need if stack.runner is None else most
-            prefix = PrefixCache(stack.new_cache(size, page_size), stack)
+            size = need if split.runner is None else most
+            prefix = PrefixCache(split.new_cache(size, page_size), split)
         if prefix.weights != weights:
             prefix.clear()
         prefix.weights = weights
         size, full = prefix.cache.num_pages, prefix.num_idle_pages + need
-        if full > size and stack.runner is None:
+        if full > size and split.runner is None:
             size = max(size, min(most, max(full, 2 * size)))
         if max(size, need) > prefix.cache.num_pages:
-            prefix.move_to(stack.new_cache(max(size, need), page_size))
+            prefix.move_to(split.new_cache(max(size, need), page_size))
         return prefix
 
     @torch.inference_mode()
-    def keep(self, stack: Stack, prefix: PrefixCache, most_kept: int) -> None:
+    def keep(self, split: SplitModel, prefix: PrefixCache, most_kept: int) -> None:
         """Keep a prefix cache whose rows have ended, on CPU at most so many tokens of it; its caller must not use it
         again. One that another call left meanwhile is dropped for it."""
         most = most_kept // prefix.cache.page_size
         if most < 1:
             return
-        if prefix.cache.num_pages > most and stack.runner is None:
-            prefix.move_to(stack.new_cache(most, prefix.cache.page_size))
+        if prefix.cache.num_pages > most and split.runner is None:
+            prefix.move_to(split.new_cache(most, prefix.cache.page_size))
         with self._lock:
-            self._kept[stack] = prefix
+            self._kept[split] = prefix
 
 
-def state_of(stack: Stack) -> Any:
+def state_of(split: SplitModel) -> Any:
     """What changes when weights do, also by edits that they do not count, through `.data` or numpy."""
-    if stack.compiled is not None:
-        return stack.compiled.version  # `Stack.refresh(deeply=True)` has compared all weights
-    return torch.stack([_checksum(weight.detach()) for weight in stack.model.parameters()]).tolist()
+    if split.compiled is not None:
+        return split.compiled.version  # `SplitModel.refresh(deeply=True)` has compared all weights
+    return torch.stack([_checksum(weight.detach()) for weight in split.model.parameters()]).tolist()
 
 
 def _checksum(weight: Tensor) -> Tensor:

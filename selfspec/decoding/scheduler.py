@@ -17,7 +17,7 @@ from selfspec.decoding.stopping import SequenceText, Stopper
 from selfspec.drafting.lookup import RowLookup, Texts
 from selfspec.errors import CacheFullError
 from selfspec.model.kv_cache import PagedCache
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 
 
 class Scheduler:
@@ -30,9 +30,9 @@ class Scheduler:
     """
 
     def __init__(
-        self, stack: Stack, cache: PagedCache, tokenizer: Any, texts: tuple[Texts, ...], prefix: PrefixCache | None
+        self, split: SplitModel, cache: PagedCache, tokenizer: Any, texts: tuple[Texts, ...], prefix: PrefixCache | None
     ) -> None:
-        self._stack, self._cache, self._tokenizer, self._texts = stack, cache, tokenizer, texts
+        self._split, self._cache, self._tokenizer, self._texts = split, cache, tokenizer, texts
         self._prefix = prefix
         self.waiting: deque[Sequence] = deque()
         """Sequences that wait for a place, the longest first."""
@@ -50,7 +50,7 @@ class Scheduler:
         """
         waiting = []
         for index, request in enumerate(requests):
-            check_request(request, self._stack, self._tokenizer is not None)
+            check_request(request, self._split, self._tokenizer is not None)
             sequence = self._sequence(request_id, index, request)
             need, capacity = sequence.max_length - 1, self._cache.capacity
             if self._cache.pages_for(need) > self._cache.num_pages:
@@ -63,7 +63,7 @@ class Scheduler:
 
     def _sequence(self, request_id: str, index: int, request: Request) -> Sequence:
         params, prompt = request.params, request.prompt_token_ids
-        most = min(request.max_tokens, self._stack.context_limit - len(prompt))
+        most = min(request.max_tokens, self._split.context_limit - len(prompt))
         eos = frozenset() if params.ignore_eos else request.eos_token_ids
         text = None if self._tokenizer is None else SequenceText(self._tokenizer, prompt, params.stops)
         ends = frozenset(params.stop_token_ids or ())
@@ -206,13 +206,13 @@ class PromptChunks:
             self._running = num, timer
 
 
-def chunks_for(stack: Any, most: int) -> PromptChunks:
-    """Chunks of at most `most` tokens for a `selfspec.model.stack.Stack`.
+def chunks_for(split: Any, most: int) -> PromptChunks:
+    """Chunks of at most `most` tokens for a `selfspec.model.split_model.SplitModel`.
 
     On the processor only the compiled engine's are bounded, whose results do not depend on them, bit for bit.
     """
-    if stack.device.type == "cuda":
+    if split.device.type == "cuda":
         return PromptChunks(most, DEVICE_SECONDS)
-    if stack.engine == "compiled":
+    if split.backend == "compiled":
         return PromptChunks(most, HOST_SECONDS, HostTimer, LEAST)
     return PromptChunks(most, None)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span, Tree, tensor_of
-from selfspec.model.stack import Stack, Taps
+from selfspec.model.split_model import SplitModel, Taps
 
 
 class DraftRow(NamedTuple):
@@ -59,7 +59,7 @@ PickBranches = Callable[[int, int], Sequence[Branch]]
 
 
 def draft_by_exit(
-    stack: Stack,
+    split: SplitModel,
     cache: PagedCache,
     rows: Sequence[DraftRow],
     tokens: Tensor,  # int64 [len(rows)]: each row's last token
@@ -87,9 +87,9 @@ def draft_by_exit(
             branches_of = [branches(r, step) if lengths[r] == step else () for r in live]
             if any(branches_of):
                 fed, tokens, spans = _add_branches(live, tokens, spans, branches_of, step, trees)
-        packed = PackedRows(cache, spans, stack.device)
+        packed = PackedRows(cache, spans, split.device)
         taps: Taps | None = dict.fromkeys(inner) if inner else None
-        hidden = stack.run(packed, 0, exit_layer, tokens, taps)
+        hidden = split.run(packed, 0, exit_layer, tokens, taps)
         seen = torch.stack([h for h in taps.values() if h is not None]) if taps else None
         steps.append(_Step(fed, tokens, hidden, seen))
         going = [r for r in live if lengths[r] > step]

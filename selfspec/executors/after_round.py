@@ -15,7 +15,7 @@ from selfspec.executors.draft_picks import DraftPicker
 from selfspec.executors.penalties import Penalties
 from selfspec.executors.picker import Picker
 from selfspec.executors.shadow import part_of, shadow_picks
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 
 # Is given, of one exit layer, what a head could learn from: hidden states `[n, hidden_size]` after it, and the target's
 # logits `[n, vocab]` at the same positions. Both are copies.
@@ -65,7 +65,7 @@ def add_divergences(outputs: list[RowRound], chooser: DraftPicker, scores: Tenso
 
 
 def add_shadow_picks(
-    stack: Stack,
+    split: SplitModel,
     picker: Picker,
     shadow: ShadowPlan,
     outputs: list[RowRound],
@@ -101,6 +101,6 @@ def add_shadow_picks(
         counts = {i: high - low for i, low, high in cuts}
         penalty = penalties.along([output.token_ids[: counts.get(i, 0)] for i, output in enumerate(outputs)])
         target = penalty.applied(target)
-    seen = shadow_picks(stack, picker, shadow.layers, hidden, params, positions, target, picks, shadow.exact, penalty)
+    seen = shadow_picks(split, picker, shadow.layers, hidden, params, positions, target, picks, shadow.exact, penalty)
     for i, low, high in cuts:
         outputs[i].shadow = part_of(seen, low, high)

@@ -11,7 +11,7 @@ from selfspec.core import LOOKUP, Draft, Plan, RoundOutput, RowRound, Sequence, 
 from selfspec.executors.picker import Picker
 from selfspec.executors.prefill import prefill
 from selfspec.model.kv_cache import PagedCache
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 
 
 class RoundDraft(NamedTuple):
@@ -32,7 +32,7 @@ class Executor:
     """Runs plans. It writes keys and values to the cache; the caller adds the emitted tokens to the sequences.
 
     Args:
-        stack: the model's layers and heads.
+        split: the model's layers and heads.
         cache: the KV cache of the sequences.
         picker: picks tokens from logits.
         new_seconds: makes the clock of a round.
@@ -42,13 +42,17 @@ class Executor:
     """Whether the seconds of its rounds are those of their stages; False: of whole rounds."""
 
     def __init__(
-        self, stack: Stack, cache: PagedCache, picker: Picker, new_seconds: Callable[[], StageSeconds] = StageSeconds
+        self,
+        split: SplitModel,
+        cache: PagedCache,
+        picker: Picker,
+        new_seconds: Callable[[], StageSeconds] = StageSeconds,
     ) -> None:
-        self.stack, self.cache, self.picker, self.new_seconds = stack, cache, picker, new_seconds
+        self.split, self.cache, self.picker, self.new_seconds = split, cache, picker, new_seconds
 
     def prefill(self, rows: list[Sequence], max_tokens: int, policy: Policy) -> None:
         """Write keys and values of at most `max_tokens` prompt tokens."""
-        prefill(self.stack, self.cache, self.picker, rows, max_tokens, policy)
+        prefill(self.split, self.cache, self.picker, rows, max_tokens, policy)
 
     def serves(self, rows: list[Sequence], plan: Plan) -> bool:
         """Whether this executor can run the plan on these rows."""

@@ -12,7 +12,7 @@ from selfspec.executors.penalties import DraftPenalties, Penalties
 from selfspec.executors.picker import Picker
 from selfspec.executors.processors import process
 from selfspec.kernels.pick import Subset
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 
 
 class DraftPicker:
@@ -20,7 +20,7 @@ class DraftPicker:
 
     def __init__(
         self,
-        stack: Stack,
+        split: SplitModel,
         picker: Picker,
         rows: list[Sequence],
         plan: Plan,
@@ -28,7 +28,7 @@ class DraftPicker:
         penalties: Penalties | None = None,
     ) -> None:
         self._penalties = None if penalties is None else DraftPenalties(penalties)
-        self._stack, self._picker, self._rows, self._plan, self._seconds = stack, picker, rows, plan, seconds
+        self._split, self._picker, self._rows, self._plan, self._seconds = split, picker, rows, plan, seconds
         self._drafted: list[list[int]] = [[] for _ in rows]  # only kept for rows with processors
         self._processes = any(row.request.params.processors for row in rows)
         self._survival = [1.0] * len(rows)
@@ -71,9 +71,9 @@ class DraftPicker:
         plan = self._plan
         assert plan.exit_layer is not None
         if plan.draft_vocab is None or self._processes or plan.keep_divergence:
-            return self._stack.logits(hidden, plan.exit_layer), None
-        logits, tokens = self._stack.draft_logits(hidden, plan.exit_layer, plan.draft_vocab)
-        return logits, None if tokens is None else Subset(tokens, self._stack.vocab_size)
+            return self._split.logits(hidden, plan.exit_layer), None
+        logits, tokens = self._split.draft_logits(hidden, plan.exit_layer, plan.draft_vocab)
+        return logits, None if tokens is None else Subset(tokens, self._split.vocab_size)
 
     def _continuing(self, confidences: list[float], members: list[int]) -> list[int]:
         """The rows that go on after this token; the token itself is never withdrawn."""

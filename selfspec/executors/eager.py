@@ -24,11 +24,11 @@ from selfspec.executors.picker import Picker
 from selfspec.executors.processors import process_packed
 from selfspec.kernels.pick import filtered, num_accepted
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span, Tree, tensor_of
-from selfspec.model.stack import Stack, Taps
+from selfspec.model.split_model import SplitModel, Taps
 
 
 class EagerExecutor(Executor):
-    """Runs every stage as torch operations; layers run as the stack has them, from recordings where it has those.
+    """Runs every stage as torch operations; layers run as the split model has them, from recordings where it has those.
 
     Args:
         examples: is given what exit heads could learn from, see `TrainingExamples`.
@@ -36,13 +36,13 @@ class EagerExecutor(Executor):
 
     def __init__(
         self,
-        stack: Stack,
+        split: SplitModel,
         cache: PagedCache,
         picker: Picker,
         new_seconds: Callable[[], StageSeconds] = StageSeconds,
         examples: TrainingExamples | None = None,
     ) -> None:
-        super().__init__(stack, cache, picker, new_seconds)
+        super().__init__(split, cache, picker, new_seconds)
         self._examples = examples
 
     def serves(self, rows: list[Sequence], plan: Plan) -> bool:
@@ -52,7 +52,7 @@ class EagerExecutor(Executor):
     def round(self, rows: list[Sequence], draft: RoundDraft) -> RoundOutput:
         plan, seconds = draft.plan, self.new_seconds()
         tapped = plan.shadow.layers if plan.shadow is not None else ()
-        penalties = Penalties.of(rows, self.stack.vocab_size, self.stack.device)
+        penalties = Penalties.of(rows, self.split.vocab_size, self.split.device)
         drafted, chooser = self._draft(rows, draft, seconds, tapped, penalties)
         start = 0 if drafted.is_unread else plan.exit_layer or 0
         trees = drafted.trees or [None] * len(rows)
@@ -60,12 +60,12 @@ class EagerExecutor(Executor):
             Span(row.pages, len(row.token_ids) - 1, n + 1, tree)
             for row, n, tree in zip(rows, drafted.lengths, trees, strict=True)
         ]
-        packed = PackedRows(self.cache, spans, self.stack.device)
+        packed = PackedRows(self.cache, spans, self.split.device)
         seconds.lap("rest" if plan.exit_layer is None else "draft")
         later: Taps | None = dict.fromkeys(layer for layer in tapped if layer > start) if tapped else None
-        hidden = self.stack.run(packed, start, self.stack.num_layers, drafted.hidden, later)
+        hidden = self.split.run(packed, start, self.split.num_layers, drafted.hidden, later)
         seconds.lap("verify")
-        logits = self.stack.logits(hidden)
+        logits = self.split.logits(hidden)
         seconds.lap("head")
         positions = [at + 1 for span in spans for at in span.positions()]
         outputs, scores = self._accept(rows, drafted, logits, positions, penalties)
@@ -81,7 +81,7 @@ class EagerExecutor(Executor):
         if plan.shadow is not None:
             seen = [h for h in (later or {}).values() if h is not None]
             taps = [*([] if drafted.taps is None else [drafted.taps]), *([torch.stack(seen)] if seen else [])]
-            add_shadow_picks(self.stack, self.picker, plan.shadow, outputs, taps, logits, penalties)
+            add_shadow_picks(self.split, self.picker, plan.shadow, outputs, taps, logits, penalties)
             seconds.lap("shadow")
         if self._examples is not None:
             give_examples(self._examples, plan, outputs, drafted.hidden, taps, logits)
@@ -96,7 +96,7 @@ class EagerExecutor(Executor):
         penalties: Penalties | None,
     ) -> tuple[PackedDraft, DraftPicker | None]:
         """The round's draft, and who picked its tokens, if a layer drafted."""
-        plan, device, ends = draft.plan, self.stack.device, [row.token_ids[-1] for row in rows]
+        plan, device, ends = draft.plan, self.split.device, [row.token_ids[-1] for row in rows]
         if draft.given is not None:
             return PackedDraft.given(ends, [one.token_ids for one in draft.given], device), None
         last = tensor_of(ends, device)
@@ -106,10 +106,10 @@ class EagerExecutor(Executor):
         starts = [
             DraftRow(row.pages, len(row.token_ids) - 1, n) for row, n in zip(rows, plan.draft_lengths, strict=True)
         ]
-        chooser = DraftPicker(self.stack, self.picker, rows, plan, seconds, penalties)
-        branches = chooser.branches if plan.alternatives is not None and self.stack.has_trees else None
+        chooser = DraftPicker(self.split, self.picker, rows, plan, seconds, penalties)
+        branches = chooser.branches if plan.alternatives is not None and self.split.has_trees else None
         exit_layer = plan.exit_layer or 0
-        return draft_by_exit(self.stack, self.cache, starts, last, exit_layer, chooser, tapped, branches), chooser
+        return draft_by_exit(self.split, self.cache, starts, last, exit_layer, chooser, tapped, branches), chooser
 
     def _accept(
         self,

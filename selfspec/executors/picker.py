@@ -1,4 +1,4 @@
-"""`Picker`: who picks for the rows of a stack. Drafts, verification and plain decoding all ask the same one."""
+"""`Picker`: who picks for the rows of a split model. Drafts, verification and plain decoding all ask the same one."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from selfspec.kernels.gumbel import NoiseAhead
 from selfspec.kernels.pick import Subset, alternatives, best_of, sampling_tensors, scored, to_token_ids
 from selfspec.kernels.suite import pick_for
 from selfspec.model.kv_cache import tensor_of
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 
 _log = logging.getLogger("selfspec")
 
 
 class Picker:
-    """Picks in one compiled call where the stack's engine is compiled, else by torch or the device's fused kernel.
+    """Picks in one compiled call where compiled layers run, else by torch or the device's fused kernel.
 
     Which of them is settled when it is made: both pick the same but for rounding, which must not differ between those
     that are compared.
     """
 
-    def __init__(self, stack: Stack) -> None:
-        self.is_compiled = stack.engine == "compiled" and _agrees()
+    def __init__(self, split: SplitModel) -> None:
+        self.is_compiled = split.backend == "compiled" and _agrees()
         self._noise = NoiseAhead()
 
     def __call__(

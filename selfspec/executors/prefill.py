@@ -16,7 +16,7 @@ from selfspec.executors.penalties import Penalties, Text
 from selfspec.executors.picker import Picker
 from selfspec.executors.shadow import shadow_picks
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span, tensor_of
-from selfspec.model.stack import Stack, Taps
+from selfspec.model.split_model import SplitModel, Taps
 
 SCORED = 128  # positions whose logits are held at once
 
@@ -30,7 +30,9 @@ class _Probe(NamedTuple):
     first: int  # content index of the first probed position
 
 
-def prefill(stack: Stack, cache: PagedCache, picker: Picker, rows: list[Sequence], budget: int, policy: Policy) -> None:
+def prefill(
+    split: SplitModel, cache: PagedCache, picker: Picker, rows: list[Sequence], budget: int, policy: Policy
+) -> None:
     """Write keys and values of at most `budget` prompt tokens.
 
     The last token of each prompt is left to the first round. If the policy requests it, a prompt's last positions are
@@ -51,20 +53,20 @@ def prefill(stack: Stack, cache: PagedCache, picker: Picker, rows: list[Sequence
     if not spans:
         return
     taps: Taps | None = dict.fromkeys(layer for probe in probes for layer in probe.layers) if probes else None
-    packed = PackedRows(cache, spans, stack.device)
+    packed = PackedRows(cache, spans, split.device)
     packed.plans["prompts"] = [len(row.token_ids) - 1 for row, _ in fed]  # read in exact mode
-    last = stack.run(packed, 0, stack.num_layers, tensor_of(tokens, stack.device), taps)
+    last = split.run(packed, 0, split.num_layers, tensor_of(tokens, split.device), taps)
     at = 0
     for row, count in fed:
-        logprobs = _prompt_logprobs(stack, row, last[at : at + count])
+        logprobs = _prompt_logprobs(split, row, last[at : at + count])
         row.prompt_logprobs += logprobs
         row.num_cached += count
         at += count
     for probe in probes:
-        _seed_policy(stack, picker, probe, last, taps or {}, policy)
+        _seed_policy(split, picker, probe, last, taps or {}, policy)
 
 
-def _prompt_logprobs(stack: Stack, row: Sequence, last: Tensor) -> list[TokenLogprobs]:
+def _prompt_logprobs(split: SplitModel, row: Sequence, last: Tensor) -> list[TokenLogprobs]:
     """Of the tokens after those just read, if the request asks for them. `last`: hidden states after the last layer."""
     wanted = row.request.params.prompt_logprobs
     if wanted is None:
@@ -72,7 +74,7 @@ def _prompt_logprobs(stack: Stack, row: Sequence, last: Tensor) -> list[TokenLog
     logprobs: list[TokenLogprobs] = []
     tokens = row.token_ids[row.num_cached + 1 : row.num_cached + 1 + len(last)]
     for at in range(0, len(last), SCORED):
-        logprobs += token_logprobs(stack.logits(last[at : at + SCORED]), tokens[at : at + SCORED], wanted)
+        logprobs += token_logprobs(split.logits(last[at : at + SCORED]), tokens[at : at + SCORED], wanted)
     return logprobs
 
 
@@ -105,19 +107,19 @@ def _probe(row: Sequence, start: int, count: int, at: int, policy: Policy) -> _P
     return _Probe(row, layers, slice(at + first - start, at + count), first) if layers else None
 
 
-def _seed_policy(stack: Stack, picker: Picker, probe: _Probe, last: Tensor, taps: Taps, policy: Policy) -> None:
+def _seed_policy(split: SplitModel, picker: Picker, probe: _Probe, last: Tensor, taps: Taps, policy: Policy) -> None:
     """Compute the shadow picks of a probe and give them to the policy. `last`: hidden states after the last layer."""
     final = last[probe.where]
     params, content, start = probe.row.request.params, probe.row.token_ids, probe.first + 1
     many = [params] * len(final)
     positions = range(start, start + len(final))
-    logits, penalty = stack.logits(final), None
+    logits, penalty = split.logits(final), None
     if params.penalizes:
         as_prompt = replace(params, presence_penalty=0.0, frequency_penalty=0.0)  # there is no output yet
-        penalties = Penalties([Text(as_prompt, content[:start], start)], stack.vocab_size, stack.device)
+        penalties = Penalties([Text(as_prompt, content[:start], start)], split.vocab_size, split.device)
         penalty = penalties.along([content[start : start + len(final)]])
         logits = penalty.applied(logits)
     picks = picker(logits, many, positions).tokens
     hidden = torch.stack([taps[layer][probe.where] for layer in probe.layers])  # type: ignore[index]
-    shadow = shadow_picks(stack, picker, probe.layers, hidden, many, positions, logits, picks, penalty=penalty)
+    shadow = shadow_picks(split, picker, probe.layers, hidden, many, positions, logits, picks, penalty=penalty)
     policy.seed(probe.row, shadow)

@@ -1,4 +1,4 @@
-"""Choice of the executors for a stack."""
+"""Choice of the executors for a split model."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from selfspec.executors.cuda.executor import CudaExecutor
 from selfspec.executors.eager import EagerExecutor
 from selfspec.executors.picker import Picker
 from selfspec.model.kv_cache import PagedCache
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 
 
 def executors_for(
-    stack: Stack,
+    split: SplitModel,
     cache: PagedCache,
     picker: Picker,
     examples: TrainingExamples | None = None,
     new_seconds: Callable[[], StageSeconds] = StageSeconds,
 ) -> list[Executor]:
-    """The executors of a stack, fastest first. The last one, the eager executor, serves every plan.
+    """The executors of a split model, fastest first. The last one, the eager executor, serves every plan.
 
     Args:
         examples: called with training examples for exit heads. Only the eager executor provides them, so it is then the
             only one.
         new_seconds: makes the clock of a round.
     """
-    eager = EagerExecutor(stack, cache, picker, new_seconds, examples)
+    eager = EagerExecutor(split, cache, picker, new_seconds, examples)
     if examples is not None:
         return [eager]
-    return [CudaExecutor(eager), CpuExecutor(stack, cache, picker, new_seconds), eager]
+    compiled = CpuExecutor(split, cache, picker, new_seconds)
+    return [compiled, eager] if split.runner is None else [CudaExecutor(eager), compiled, eager]

@@ -19,13 +19,13 @@ from selfspec.kernels.gumbel import gumbel
 from selfspec.kernels.pick import filtered
 from selfspec.model.kv_cache import tensor_of
 from selfspec.model.shortlist import NUM_TOP
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 
 CHUNK = 256  # positions times layers per product with the whole head
 
 
 def shadow_picks(
-    stack: Stack,
+    split: SplitModel,
     picker: Picker,
     layers: Sequence[int],
     hidden: Tensor,
@@ -48,14 +48,14 @@ def shadow_picks(
         penalty: penalties at the N positions.
     """
     found = None
-    if not exact and picker.is_compiled and stack.compiled is not None:
+    if not exact and picker.is_compiled and split.compiled is not None:
         num_likely = min(NUM_TOP, target.shape[1]) - 1
-        through, packed = stack.through_heads(hidden, layers), packed_params(params)
-        found = stack.compiled.shadow_picks(
-            through, packed, positions, target, target_picks, num_likely, stack.others, penalty
+        through, packed = split.through_heads(hidden, layers), packed_params(params)
+        found = split.compiled.shadow_picks(
+            through, packed, positions, target, target_picks, num_likely, split.others, penalty
         )
     if found is None:
-        found = by_torch(stack, layers, hidden, params, positions, target, target_picks, exact, penalty)
+        found = by_torch(split, layers, hidden, params, positions, target, target_picks, exact, penalty)
     hits, confidences = found
     if hits.device.type == "cpu":
         return ShadowPicks(tuple(layers), hits.numpy(), confidences.float().numpy())
@@ -64,7 +64,7 @@ def shadow_picks(
 
 
 def by_torch(
-    stack: Stack,
+    split: SplitModel,
     layers: Sequence[int],
     hidden: Tensor,
     params: Sequence[SamplingParams],
@@ -83,19 +83,19 @@ def by_torch(
     tokens = logits = None
     if not exact:
         likely = target.scatter(1, own, float("-inf")).topk(min(NUM_TOP, vocab_size) - 1).indices
-        tokens = torch.cat((own, likely, stack.others.expand(len(own), -1)), 1)  # [N, T]
-        logits = stack.short_logits(hidden, tokens[:, : likely.shape[1] + 1], layers)
+        tokens = torch.cat((own, likely, split.others.expand(len(own), -1)), 1)  # [N, T]
+        logits = split.short_logits(hidden, tokens[:, : likely.shape[1] + 1], layers)
     if logits is None and len(layers) > 1 and len(layers) * len(own) > CHUNK:
         half = len(layers) // 2
         rest = params, positions, target, target_picks, True, penalty
-        parts = [by_torch(stack, layers[cut], hidden[cut], *rest) for cut in (slice(half), slice(half, None))]
+        parts = [by_torch(split, layers[cut], hidden[cut], *rest) for cut in (slice(half), slice(half, None))]
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
     if logits is None:
-        tokens, logits = None, stack.early_logits(hidden, layers)
+        tokens, logits = None, split.early_logits(hidden, layers)
     logits = logits if penalty is None else penalty.applied(logits, tokens)
     weights = logits.new_ones(logits.shape[1:])
     if tokens is not None:
-        _weigh(logits, weights, tokens, len(stack.others), vocab_size)
+        _weigh(logits, weights, tokens, len(split.others), vocab_size)
     for members in _by_filters(params):
         if not params[members[0]].is_greedy:
             at = tensor_of(members, logits.device)

@@ -10,7 +10,7 @@ import torch
 from selfspec.errors import whole
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.fingerprint import hidden_size_of, intermediate_size_of, weights_of
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 
 
 def first_layers(num_layers: int, own: int | None) -> set[int]:
@@ -20,18 +20,18 @@ def first_layers(num_layers: int, own: int | None) -> set[int]:
 
 
 def extended(
-    heads: ExitHeads | None, layers: Iterable[int], stack: Stack, inner_size: int | None, seed: int
+    heads: ExitHeads | None, layers: Iterable[int], split: SplitModel, inner_size: int | None, seed: int
 ) -> ExitHeads:
     """A copy of `heads`, with new heads for further layers."""
-    hidden_size = hidden_size_of(stack)
+    hidden_size = hidden_size_of(split)
     own = {} if heads is None else heads.state_dict()
     wanted = {whole("layers", layer, 1) for layer in layers}
     if heads is not None:
         inner_size, wanted = heads.inner_size, wanted | set(heads.layers)
-    inner_size = intermediate_size_of(stack) if inner_size is None else whole("inner_size", inner_size, 1)
+    inner_size = intermediate_size_of(split) if inner_size is None else whole("inner_size", inner_size, 1)
     with torch.random.fork_rng(devices=[]):  # keeps the global generator's state
         torch.manual_seed(seed)
-        made = ExitHeads(wanted, hidden_size, inner_size, weights_of(stack))
-    made.check(stack.num_layers, hidden_size)
+        made = ExitHeads(wanted, hidden_size, inner_size, weights_of(split))
+    made.check(split.num_layers, hidden_size)
     made.load_state_dict(copy.deepcopy(own), strict=False)
     return made.requires_grad_(False)

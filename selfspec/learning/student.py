@@ -10,7 +10,7 @@ from torch import Tensor
 
 from selfspec.learning.examples import Batch
 from selfspec.model.exit_heads import ExitHeads
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 
 BETAS = (0.9, 0.99)  # of AdamW, for some hundred steps in all
 WEIGHT_DECAY = 0.01
@@ -49,12 +49,12 @@ class Student:
             self._heads.parameters(), lr, BETAS, weight_decay=WEIGHT_DECAY, fused=True
         )  # unfused costs several times a small head's arithmetic
 
-    def step(self, stack: Stack, layer: int, batch: Batch) -> bool:
+    def step(self, split: SplitModel, layer: int, batch: Batch) -> bool:
         """Update one layer's head; False, without a change, where loss or gradient is not finite."""
         weights = list(self._heads.heads[str(layer)].parameters())
         with torch.enable_grad():
-            adapted = self._heads(batch.hidden.float(), layer).to(stack.dtype)
-            loss = cross_entropy(stack.head_logits(adapted, lacks_norm=True), batch)
+            adapted = self._heads(batch.hidden.float(), layer).to(split.dtype)
+            loss = cross_entropy(split.head_logits(adapted, lacks_norm=True), batch)
             gradients = torch.autograd.grad(loss, weights)  # for these weights only
         norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
         value, size = torch.stack([loss.detach(), norm]).tolist()

@@ -14,7 +14,7 @@ from torch import nn
 
 from selfspec.calibrate import profile
 from selfspec.errors import UnsupportedModelError, got
-from selfspec.executors.cpu.install import check_engine
+from selfspec.executors.cpu.install import check_backend
 from selfspec.loading.target import Target
 from selfspec.model.exit_heads import FILE as exit_heads_file
 from selfspec.model.exit_heads import ExitHeads
@@ -72,7 +72,7 @@ def open_target(
         ValueError: an unknown dtype, device, backend or kind of quantisation, a backend that does not serve the model,
             or exit heads of a model of another shape.
     """
-    check_engine(backend)
+    check_backend(backend)
     if not isinstance(model, str | Path | nn.Module):
         raise ValueError(f"model must be a name, a folder, a .gguf file or a transformers causal LM, {got(model)}")
     if not isinstance(exit_heads, str | Path | ExitHeads | None):
@@ -87,7 +87,7 @@ def open_target(
     options["owned"] = opened is not model
     target = Target(opened, tokenizer, check=check, exit_heads=heads, file=file, **options)
     if (stored := file_beside(model, profile.STORED, local_only)) is not None:
-        target.policies.stored_prior = profile.stored_prior(stored, target.stack)
+        target.policies.stored_prior = profile.stored_prior(stored, target.split)
     return target
 
 

@@ -57,7 +57,7 @@ def examine(name: str, model: nn.Module, tokenizer: Any) -> Report:
         self_check=True,
         reason=None,
         split_error=target.split_error,
-        context_limit=target.stack.context_limit,
+        context_limit=target.split.context_limit,
         policy=DEFAULT_POLICY,
         exit_layer=target.default_exit_layer,
         num_speculative_tokens=target.default_num_speculative_tokens,

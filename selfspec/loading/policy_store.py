@@ -16,7 +16,7 @@ from selfspec.control.plan import Policy
 from selfspec.control.registry import DEFAULT_POLICY
 from selfspec.control.tensor_parallel import RankZeroPolicy
 from selfspec.core import SpeculativeConfig
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 
 EXPORT_SECONDS = 0.1  # between two exports of statistics
 
@@ -53,8 +53,8 @@ class PolicyStore:
         stored_prior: statistics from the model's files, see `selfspec.calibrate.profile.stored_prior`.
     """
 
-    def __init__(self, stack: Stack) -> None:
-        self._stack = stack
+    def __init__(self, split: SplitModel) -> None:
+        self._split = split
         self._costs: dict[bool, Costs] = {}  # key: exact mode
         self._prior: dict[str, Any] | None = None
         self._is_read = False  # whether saved statistics were read
@@ -63,11 +63,11 @@ class PolicyStore:
         self._lock = RLock()
         self.stored_prior: Any = None
 
-    def costs(self, stack: Stack, batch_size: int, exact: bool) -> Costs:
-        """See `Target.costs`; `stack` is the one that decodes, which differs in exact mode."""
+    def costs(self, split: SplitModel, batch_size: int, exact: bool) -> Costs:
+        """See `Target.costs`; `split` is the one that decodes, which differs in exact mode."""
         known = self._costs.get(exact)
         if known is None or not profile.covers(known, batch_size):
-            known = self._costs[exact] = profile.costs_of(stack, batch_size)
+            known = self._costs[exact] = profile.costs_of(split, batch_size)
         return known
 
     @property
@@ -77,8 +77,8 @@ class PolicyStore:
             self._export_idle()
             if self._prior is None and not self._is_read:
                 self._is_read = True
-                found = (profile.read_prior(self._stack), self.stored_prior)
-                self._prior = next((one for one in found if is_prior(one, self._stack.num_layers)), None)
+                found = (profile.read_prior(self._split), self.stored_prior)
+                self._prior = next((one for one in found if is_prior(one, self._split.num_layers)), None)
             return self._prior
 
     @prior.setter
@@ -125,7 +125,7 @@ class PolicyStore:
         with self._lock:
             self._export_idle()
             if self._prior is not None:
-                profile.save_prior(self._stack, self._prior)
+                profile.save_prior(self._split, self._prior)
 
     def _export_idle(self) -> None:
         if self._idle is not None and not self._is_exported:
@@ -133,5 +133,5 @@ class PolicyStore:
 
     def _export(self, policy: Adaptive) -> None:
         state = policy.state()
-        if is_prior(state, self._stack.num_layers):  # false where an interrupt left the policy inconsistent
+        if is_prior(state, self._split.num_layers):  # false where an interrupt left the policy inconsistent
             self._prior, self._is_exported, self._exported_at = state, True, monotonic()

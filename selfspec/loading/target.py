@@ -18,8 +18,8 @@ from selfspec.decoding.defaults import GenerationDefaults
 from selfspec.decoding.prefix_store import PrefixStore
 from selfspec.drafting.responses import Responses
 from selfspec.errors import got, whole
-from selfspec.executors.cpu.install import check_engine, choose
-from selfspec.executors.cuda.exact import exact_stack
+from selfspec.executors.cpu.install import check_backend, choose
+from selfspec.executors.cuda.exact import exact_split
 from selfspec.executors.cuda.runner import install
 from selfspec.kernels.large_pages import trim_memory
 from selfspec.learn import Learner
@@ -28,7 +28,7 @@ from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.file_weights import FileWeights
 from selfspec.model.fingerprint import hidden_size_of, weights_of
 from selfspec.model.refusals import refuse_autocast
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 from selfspec.model.views import copied_state
 
 _log = logging.getLogger("selfspec")
@@ -81,7 +81,7 @@ class Target:
     ) -> None:
         self.model, self.tokenizer, self._check, self._owned = model, tokenizer, check, owned
         self._attention, self._graphs, self._file = attention, graphs, file
-        self._backend = check_engine(backend)
+        self._backend = check_backend(backend)
         if not check and backend not in ("auto", "views"):
             raise ValueError(f"backend {backend!r} is used after the self-check alone; leave check=False out")
         if attention != "auto" and backend == "compiled":
@@ -118,18 +118,18 @@ class Target:
         """Finished responses of the calls that reuse them; another model may not know their tokens."""
         self.prefixes = PrefixStore()
         """Keys and values of earlier calls."""
-        self.stack = Stack(self.model, self._attention, self._file)
-        refuse_autocast(self.stack.device)
+        self.split = SplitModel(self.model, self._attention, self._file)
+        refuse_autocast(self.split.device)
         if not self._check:
-            self.stack.leave_out_heads()  # they are only ever used once the self-check has found them equal
-        self.split_error = choose(self.stack, self._backend) if self._check else None
+            self.split.leave_out_heads()  # they are only ever used once the self-check has found them equal
+        self.split_error = choose(self.split, self._backend) if self._check else None
         """Largest logit difference between split and whole model, in standard deviations of the logits."""
-        self.defaults = GenerationDefaults(self.stack.model, self.tokenizer)
+        self.defaults = GenerationDefaults(self.split.model, self.tokenizer)
         """What the model's generation config asks for."""
         if self._graphs:
-            install(self.stack, owned=self._owned)
+            install(self.split, owned=self._owned)
         self.exit_heads = self._exit_heads
-        if self._file is not None and self.stack.engine == "compiled":
+        if self._file is not None and self.split.backend == "compiled":
             self._file.release()  # nobody else has the model yet
             trim_memory()
 
@@ -142,31 +142,31 @@ class Target:
         Raises:
             ValueError: they are of a model of another shape.
         """
-        return self.stack.exit_heads
+        return self.split.exit_heads
 
     @exit_heads.setter
     def exit_heads(self, heads: ExitHeads | None) -> None:
-        stack = self.stack
+        split = self.split
         if heads is not None:
-            heads.check(stack.num_layers, hidden_size_of(stack))
-            if heads.weights and heads.weights != weights_of(stack):
+            heads.check(split.num_layers, hidden_size_of(split))
+            if heads.weights and heads.weights != weights_of(split):
                 _log.warning("these exit heads were trained for other weights; drafts may be worse, output is the same")
         self._exit_heads = heads
         # the caller's may serve other targets, of other devices and dtypes
-        stack.exit_heads = None if heads is None else copy.deepcopy(heads).to(stack.device, stack.dtype)
-        self._exact: Stack | None = None  # it would have the earlier exit heads
-        self.policies = PolicyStore(stack)
+        split.exit_heads = None if heads is None else copy.deepcopy(heads).to(split.device, split.dtype)
+        self._exact: SplitModel | None = None  # it would have the earlier exit heads
+        self.policies = PolicyStore(split)
         """What rounds cost here, and how often its layers are right; forgotten with the exit heads."""
 
     @property
     def backend(self) -> str:
         """What runs the layers: "views" or "compiled"."""
-        return self.stack.engine
+        return self.split.backend
 
     @property
     def attention_backend(self) -> str:
         """Who computes attention: sdpa, triton, flash, varlen, reference or compiled; in graphs it is always triton."""
-        return "compiled" if self.backend == "compiled" else self.stack.backend.name
+        return "compiled" if self.backend == "compiled" else self.split.attention.name
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -184,17 +184,17 @@ class Target:
         return getattr(self.defaults.config, "num_speculative_tokens", None)
 
     @property
-    def exact_stack(self) -> Stack:
+    def exact_split(self) -> SplitModel:
         """What runs exact mode: compiled layers, whose results depend on nothing else in a call as they are; else fused
         layers on CUDA, made when first asked for.
 
         Raises:
             UnsupportedModelError: neither serves this model here.
         """
-        if self.stack.engine == "compiled":
-            return self.stack
+        if self.split.backend == "compiled":
+            return self.split
         if self._exact is None:
-            self._exact = exact_stack(self.stack)
+            self._exact = exact_split(self.split)
         return self._exact
 
     def costs(self, batch_size: int = 1, exact: bool = False) -> Costs:
@@ -211,16 +211,16 @@ class Target:
             ValueError: a batch size below 1, or a model of a single layer.
         """
         batch_size = whole("batch_size", batch_size, 1)
-        return self.policies.costs(self.exact_stack if exact else self.stack, batch_size, exact)
+        return self.policies.costs(self.exact_split if exact else self.split, batch_size, exact)
 
-    def refresh(self, exact: bool = False) -> Stack:
+    def refresh(self, exact: bool = False) -> SplitModel:
         """What decodes now: the model is opened anew where its adapter, device, dtype or hooks have changed."""
         if copied_state(self.model) != self._state:
             self._file = None
             self._open()
-        stack = self.exact_stack if exact else self.stack
-        stack.refresh(deeply=True)
-        return stack
+        split = self.exact_split if exact else self.split
+        split.refresh(deeply=True)
+        return split
 
     def policy(self, config: SpeculativeConfig, max_num_seqs: int = 1, exact: bool = False) -> Policy:
         """The policy that a configuration names; an exit layer or draft length without a policy is `fixed`.
@@ -230,30 +230,40 @@ class Target:
         Raises:
             ValueError: there is no policy of this name, or an exit layer that the model does not have.
         """
-        stack = self.exact_stack if exact else self.stack
-        name, exit_layer, num_tokens = config.policy, config.exit_layer, config.num_speculative_tokens
-        if name is None:
-            name = DEFAULT_POLICY if exit_layer is None and num_tokens is None else "fixed"
-        if name not in CHOOSES_EXIT:
-            exit_layer = self.default_exit_layer if exit_layer is None else exit_layer
-            num_tokens = self.default_num_speculative_tokens if num_tokens is None else num_tokens
+        split = self.exact_split if exact else self.split
+        name, exit_layer, num_tokens = self._completed(config)
 
         def costs() -> Costs:
             return self.costs(max_num_seqs, exact)
 
         key = PolicyKey.of(config, exact)
-        if key is not None and stack.num_layers > 1 and stack.ranks is None:
+        if key is not None and split.num_layers > 1 and split.ranks is None:
             kept = self.policies.take(key, costs)
             if kept is not None:
                 return kept
         prior = self.prior if name == "adaptive" else None
         drafters = config.drafters
         made = make_policy(
-            name, stack.num_layers, exit_layer, num_tokens, costs, prior, drafters, stack.default_draft_vocab
+            name, split.num_layers, exit_layer, num_tokens, costs, prior, drafters, split.default_draft_vocab
         )
-        made.set_vocabulary(stack.frequencies if stack.has_draft_heads else None)
-        made.set_copies(stack.has_copies)
-        return made if stack.ranks is None else RankZeroPolicy(made, stack.ranks.leads, stack.ranks.agreed)
+        made.set_vocabulary(split.frequencies if split.has_draft_heads else None)
+        made.set_copies(split.has_copies)
+        return made if split.ranks is None else RankZeroPolicy(made, split.ranks.leads, split.ranks.agreed)
+
+    def policy_name(self, config: SpeculativeConfig) -> str | Policy:
+        """The policy that a configuration leads to: "plain" where that drafts nothing."""
+        name, _, num_tokens = self._completed(config)
+        return "plain" if num_tokens == 0 else name
+
+    def _completed(self, config: SpeculativeConfig) -> tuple[str | Policy, int | None, int | None]:
+        """Policy, exit layer and draft length of a configuration, completed by what is stored with the model."""
+        name, exit_layer, num_tokens = config.policy, config.exit_layer, config.num_speculative_tokens
+        if name is None:
+            name = DEFAULT_POLICY if exit_layer is None and num_tokens is None else "fixed"
+        if name not in CHOOSES_EXIT:
+            exit_layer = self.default_exit_layer if exit_layer is None else exit_layer
+            num_tokens = self.default_num_speculative_tokens if num_tokens is None else num_tokens
+        return name, exit_layer, num_tokens
 
     def keep_policy(self, policy: Policy, config: SpeculativeConfig, exact: bool = False) -> None:
         """Let later calls continue with what a policy learned; its caller must not use it any more."""
@@ -276,8 +286,8 @@ class Target:
             if not isinstance(learn, bool):
                 raise ValueError(f"learn must be True, False or a selfspec.learn.Learner, {got(learn)}")
             return None
-        learn.follow(self.stack)
-        if config.exit_layer is not None and 1 <= config.exit_layer < self.stack.num_layers:
+        learn.follow(self.split)
+        if config.exit_layer is not None and 1 <= config.exit_layer < self.split.num_layers:
             learn.cover([config.exit_layer])
         return learn
 

@@ -12,47 +12,47 @@ import torch
 from torch import Tensor
 
 from selfspec.model.quantized import dense, is_dense
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 
 NAMES = {"architectures", "dtype", "torch_dtype", "id2label", "label2id", "auto_map", "transformers_version"}
 SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")  # attributes of PEFT's layers
 SAMPLES = 8  # numbers read from every weight
 
 
-def shape_of(stack: Stack) -> dict[str, Any]:
+def shape_of(split: SplitModel) -> dict[str, Any]:
     """What a model's speed depends on: its config without names and token ids, its modules and their sizes."""
     return {
-        "architecture": type(stack.model).__name__,
-        "num_layers": stack.num_layers,
-        "hidden_size": hidden_size_of(stack),
-        "vocab_size": stack.vocab_size,
-        "shape": _digest(_plain(stack.config.to_dict()), _modules(stack.model)),
+        "architecture": type(split.model).__name__,
+        "num_layers": split.num_layers,
+        "hidden_size": hidden_size_of(split),
+        "vocab_size": split.vocab_size,
+        "shape": _digest(_plain(split.config.to_dict()), _modules(split.model)),
     }
 
 
-def hidden_size_of(stack: Stack) -> int:
-    return int(stack.config.get_text_config().hidden_size)
+def hidden_size_of(split: SplitModel) -> int:
+    return int(split.config.get_text_config().hidden_size)
 
 
-def intermediate_size_of(stack: Stack) -> int:
+def intermediate_size_of(split: SplitModel) -> int:
     """The inner width of the model's MLPs; where its config names none, four times the hidden size."""
-    size = getattr(stack.config.get_text_config(), "intermediate_size", None)
-    return size if isinstance(size, int) and size > 0 else 4 * hidden_size_of(stack)
+    size = getattr(split.config.get_text_config(), "intermediate_size", None)
+    return size if isinstance(size, int) and size > 0 else 4 * hidden_size_of(split)
 
 
-def heads_of(stack: Stack) -> str:
+def heads_of(split: SplitModel) -> str:
     """A hash over a few numbers of every weight of the exit heads; empty without them."""
-    if stack.exit_heads is None:
+    if split.exit_heads is None:
         return ""
-    saved = stack.exit_heads.state_dict()
+    saved = split.exit_heads.state_dict()
     return _digest(list(saved), torch.cat(list(map(sample, saved.values()))).tolist())
 
 
-def weights_of(stack: Stack) -> str:
+def weights_of(split: SplitModel) -> str:
     """A hash over a few numbers of every saved weight. It is the same in float32 and bfloat16 and on any device."""
-    saved = stack.model.state_dict(keep_vars=True)
+    saved = split.model.state_dict(keep_vars=True)
     saved = {name: value for name, value in saved.items() if isinstance(value, Tensor)}
-    held = {} if stack.file is None else stack.file.held(deeply=True)  # their file knows the numbers
+    held = {} if split.file is None else split.file.held(deeply=True)  # their file knows the numbers
     seen = [held[id(value)].sample if id(value) in held else sample(value).tolist() for value in saved.values()]
     return _digest(list(saved), [number for numbers in seen for number in numbers])
 

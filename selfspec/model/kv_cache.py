@@ -241,7 +241,7 @@ class PackedRows:
         self.cache, self.spans, self.device = cache, tuple(spans), torch.device(device)
         self._num_tokens = spans[0].length if len(spans) == 1 else sum([span.length for span in spans])
         self.plans: dict[Any, Any] = {}  # values that an attention backend computes once per call, for all layers
-        self.attend: Any = None  # the attention function, set by the stack; None: `attention.attend_rows`
+        self.attend: Any = None  # the attention function, set by the split model; None: `attention.attend_rows`
         self.new: tuple[Tensor, Tensor] | None = None
         """The keys and values of the new tokens, `[kv_heads, N, head_dim]`, while a layer's attention runs."""
         self._positions: Tensor | None = None

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from selfspec.quiet_imports import quiet_imports
+from selfspec.model.quiet_imports import quiet_imports
 
 Quantize = Literal["int8", "int4"]
 KINDS: tuple[Quantize, ...] = ("int8", "int4")

@@ -15,7 +15,7 @@ from selfspec.model.kv_cache import PackedRows, Span
 from selfspec.model.refusals import replaced_forward
 from selfspec.model.row_groups import SHORT
 from selfspec.model.shortlist import NUM_TOP
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 from selfspec.model.views import make_twin
 
 _log = logging.getLogger("selfspec")
@@ -26,8 +26,8 @@ MASK_DISTANCE = 1e3  # nats below the largest logit, from which on a logit count
 
 
 @torch.inference_mode()
-def split_error(stack: Stack) -> float:
-    """The largest logit difference between the split and the whole model, in standard deviations of the logits.
+def split_error(split: SplitModel) -> float:
+    """The largest logit difference between the split model and the whole model, in standard deviations of the logits.
 
     In half precision it is the largest median over positions: rounding may route single tokens to other experts, while
     a wrong split changes all positions.
@@ -35,20 +35,20 @@ def split_error(stack: Stack) -> float:
     Two ragged rows run through prefill in one packed call, drafting by the early layers token by token, and
     verification by the later layers in one ragged call; at two exit layers, in the loaded dtype.
     """
-    whole = make_twin(stack.model)
+    whole = make_twin(split.model)
     vocab = int(whole.config.vocab_size)
     rng = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(0, vocab, (n,), generator=rng).to(stack.device) for n in LENGTHS]
+    prompts = [torch.randint(0, vocab, (n,), generator=rng).to(split.device) for n in LENGTHS]
     wanted = [whole(input_ids=p[None], use_cache=False).logits[0].float() for p in prompts]
     tail = torch.cat([want[at:] for want, at in zip(wanted, PREFIX, strict=True)])
-    exits = sorted({max(1, stack.num_layers // 4), stack.num_layers // 2})
+    exits = sorted({max(1, split.num_layers // 4), split.num_layers // 2})
     errors = []
-    for hidden in [_split_states(stack, prompts, e) for e in exits]:
-        errors.append(difference(stack.logits(hidden), tail))
+    for hidden in [_split_states(split, prompts, e) for e in exits]:
+        errors.append(difference(split.logits(hidden), tail))
         # The head's result for a token must not depend on the number of tokens in the call.
-        errors[-1][0] = torch.maximum(errors[-1][0], difference(stack.logits(hidden[:1]), tail[:1])[0])
+        errors[-1][0] = torch.maximum(errors[-1][0], difference(split.logits(hidden[:1]), tail[:1])[0])
     worst = torch.stack(errors)
-    return float(worst.max() if stack.dtype.itemsize >= 4 else worst.median(-1).values.max())
+    return float(worst.max() if split.dtype.itemsize >= 4 else worst.median(-1).values.max())
 
 
 def difference(got: Tensor, wanted: Tensor) -> Tensor:
@@ -65,31 +65,31 @@ def difference(got: Tensor, wanted: Tensor) -> Tensor:
     return apart.amax(-1) / wanted[real].std().clamp_min(1e-6)
 
 
-def _split_states(stack: Stack, prompts: list[Tensor], exit_layer: int) -> Tensor:
+def _split_states(split: SplitModel, prompts: list[Tensor], exit_layer: int) -> Tensor:
     """Last hidden states `[N, hidden_size]` of all tokens after the prefixes, by prefill, draft and verification."""
-    cache = stack.new_cache(len(prompts), max(LENGTHS))
+    cache = split.new_cache(len(prompts), max(LENGTHS))
     pages = [[row] for row in range(len(prompts))]
 
     def rows(spans: list[tuple[int, int, int]]) -> PackedRows:
-        return PackedRows(cache, [Span(pages[row], at, n) for row, at, n in spans], stack.device)
+        return PackedRows(cache, [Span(pages[row], at, n) for row, at, n in spans], split.device)
 
     prefill = rows([(row, 0, n) for row, n in enumerate(PREFIX)])
-    hidden = stack.run(prefill, 0, exit_layer, torch.cat([p[:n] for p, n in zip(prompts, PREFIX, strict=True)]))
-    stack.run(prefill, exit_layer, stack.num_layers, hidden)
+    hidden = split.run(prefill, 0, exit_layer, torch.cat([p[:n] for p, n in zip(prompts, PREFIX, strict=True)]))
+    split.run(prefill, exit_layer, split.num_layers, hidden)
     drafted: list[list[Tensor]] = [[] for _ in prompts]
     for step in range(max(n - at for n, at in zip(LENGTHS, PREFIX, strict=True))):
         live = [row for row in range(len(prompts)) if PREFIX[row] + step < LENGTHS[row]]
         tokens = torch.stack([prompts[row][PREFIX[row] + step] for row in live])
-        out = stack.run(rows([(row, PREFIX[row] + step, 1) for row in live]), 0, exit_layer, tokens)
+        out = split.run(rows([(row, PREFIX[row] + step, 1) for row in live]), 0, exit_layer, tokens)
         for row, state in zip(live, out, strict=True):
             drafted[row].append(state)
     verify = rows([(row, PREFIX[row], LENGTHS[row] - PREFIX[row]) for row in range(len(prompts))])
     states = torch.stack([state for row in drafted for state in row])
-    return stack.run(verify, exit_layer, stack.num_layers, states)
+    return split.run(verify, exit_layer, split.num_layers, states)
 
 
-def self_check(stack: Stack) -> float:
-    """Check a stack, and return its split error.
+def self_check(split: SplitModel) -> float:
+    """Check a split model, and return its split error.
 
     A compiled body that does not pass is replaced by the views, and an attention backend by `sdpa`, with a warning;
     the replacement is then checked. Heads over a part of the vocabulary are checked by `check_part_heads`.
@@ -97,41 +97,41 @@ def self_check(stack: Stack) -> float:
     Raises:
         UnsupportedModelError: the split error is larger than rounding explains, or the split model raises.
     """
-    error = _split_error_or_refusal(stack)
-    check_part_heads(stack)
+    error = _split_error_or_refusal(split)
+    check_part_heads(split)
     return error
 
 
 @torch.inference_mode()
-def check_part_heads(stack: Stack) -> None:
+def check_part_heads(split: SplitModel) -> None:
     """Disable heads over a part of the vocabulary that do not give the model's own logits.
 
     They replace the vocabulary product inside the model's forward. They fail where this forward handles logits by token
     id, for example to mask some of them.
     """
     rng = torch.Generator().manual_seed(0)
-    hidden = torch.randn(PREFIX[0], hidden_size_of(stack), generator=rng).to(stack.device, stack.hidden_dtype)
-    wanted = stack.logits(hidden, 1)
-    top = torch.stack([torch.randperm(wanted.shape[1], generator=rng)[:NUM_TOP] for _ in hidden]).to(stack.device)
-    others = stack.others.expand(len(hidden), -1)
+    hidden = torch.randn(PREFIX[0], hidden_size_of(split), generator=rng).to(split.device, split.hidden_dtype)
+    wanted = split.logits(hidden, 1)
+    top = torch.stack([torch.randperm(wanted.shape[1], generator=rng)[:NUM_TOP] for _ in hidden]).to(split.device)
+    others = split.others.expand(len(hidden), -1)
 
     def is_equal(index: Tensor, logits: Tensor) -> bool:
         error = difference(wanted.scatter(1, index, logits), wanted).max()
-        return bool(error <= TOLERANCE.get(stack.dtype, 0.2))
+        return bool(error <= TOLERANCE.get(split.dtype, 0.2))
 
     def short_is_equal() -> bool:
-        short = stack.short_logits(hidden[None], top, [1])
+        short = split.short_logits(hidden[None], top, [1])
         return short is None or (
             is_equal(top, short[0, :, : top.shape[1]]) and is_equal(others, short[0, :, top.shape[1] :])
         )
 
     def draft_is_equal() -> bool:
-        tokens = stack.others.sort().values
-        subset = stack.subset_of(tokens)
-        logits = None if subset is None else stack.subset_logits(hidden, 1, subset)
+        tokens = split.others.sort().values
+        subset = split.subset_of(tokens)
+        logits = None if subset is None else split.subset_logits(hidden, 1, subset)
         return logits is None or is_equal(tokens.expand(len(hidden), -1), logits)
 
-    stack.leave_out_heads(short=not _passes(short_is_equal), draft=not _passes(draft_is_equal))
+    split.leave_out_heads(short=not _passes(short_is_equal), draft=not _passes(draft_is_equal))
 
 
 def _passes(test: Callable[[], bool]) -> bool:
@@ -142,30 +142,30 @@ def _passes(test: Callable[[], bool]) -> bool:
         return False
 
 
-def _split_error_or_refusal(stack: Stack) -> float:
-    kind = getattr(stack.config, "model_type", "model")
-    if stack.num_layers < 2:
-        raise UnsupportedModelError(f"{kind}: a model must have at least 2 layers, got {stack.num_layers}")
-    allowed = TOLERANCE.get(stack.dtype, 0.2)
-    if stack.compiled is not None:
+def _split_error_or_refusal(split: SplitModel) -> float:
+    kind = getattr(split.config, "model_type", "model")
+    if split.num_layers < 2:
+        raise UnsupportedModelError(f"{kind}: a model must have at least 2 layers, got {split.num_layers}")
+    allowed = TOLERANCE.get(split.dtype, 0.2)
+    if split.compiled is not None:
         try:
-            error = split_error(stack)
+            error = split_error(split)
         except Exception:
             error = float("inf")
         if error <= allowed:
             return error
-        stack.compiled = None
+        split.compiled = None
     try:
-        error = _error_with_fallback(stack, allowed)
+        error = _error_with_fallback(split, allowed)
     except Exception as problem:
         raise UnsupportedModelError(
-            replaced_forward(stack.model)
+            replaced_forward(split.model)
             or f"{kind}: its layers cannot be run in two parts ({type(problem).__name__}: {problem}); "
             "decode it with transformers' own generate()"
         ) from problem
     if not error <= allowed:
         raise UnsupportedModelError(
-            replaced_forward(stack.model)
+            replaced_forward(split.model)
             or f"{kind}: run in two parts, its logits differ from the whole model's by {error:.2g} standard "
             f"deviations (at most {allowed:g} is rounding), so drafts could not be verified; "
             "decode it with transformers' own generate()"
@@ -173,17 +173,17 @@ def _split_error_or_refusal(stack: Stack) -> float:
     return error
 
 
-def _error_with_fallback(stack: Stack, allowed: float) -> float:
-    """The split error with the stack's attention backend, or, where it is too large, with `sdpa`."""
-    if stack.backend.name == "sdpa":
-        return split_error(stack)
+def _error_with_fallback(split: SplitModel, allowed: float) -> float:
+    """The split error with the split model's attention backend, or, where it is too large, with `sdpa`."""
+    if split.attention.name == "sdpa":
+        return split_error(split)
     try:
-        error = split_error(stack)
+        error = split_error(split)
         if error <= allowed:
             return error
         problem = f"its logits differ by {error:.2g} standard deviations"
     except Exception as raised:
         problem = f"{type(raised).__name__}: {raised}"
-    _log.warning("attention backend %s does not serve this model here (%s); sdpa does", stack.backend.name, problem)
-    stack.backend = backends.named("sdpa", stack.device)
-    return split_error(stack)
+    _log.warning("attention backend %s does not serve this model here (%s); sdpa does", split.attention.name, problem)
+    split.attention = backends.named("sdpa", split.device)
+    return split_error(split)

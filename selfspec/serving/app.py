@@ -103,8 +103,8 @@ class Server:
         self.config, self.metrics, self.created = config, Metrics(config.model), int(time())
         self.dispatcher = Dispatcher(llm, config, self.metrics)
         self._reader = Reader(llm)
-        self._vocab_size = llm.target.stack.vocab_size
-        self.context_limit = llm.target.stack.context_limit
+        self._vocab_size = llm.target.split.vocab_size
+        self.context_limit = llm.target.split.context_limit
 
     async def complete(self, asked: CompletionRequest) -> Response:
         """`/v1/completions`."""

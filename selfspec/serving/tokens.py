@@ -23,7 +23,7 @@ class Reader:
 
     def __init__(self, llm: LLM) -> None:
         self._llm, self.tokenizer = llm, llm.tokenizer
-        self._vocab_size, self._context = llm.target.stack.vocab_size, llm.target.stack.context_limit
+        self._vocab_size, self._context = llm.target.split.vocab_size, llm.target.split.context_limit
         longest = 1 if llm.tokenizer is None else max(map(len, llm.tokenizer.get_vocab()))
         self._most_characters = self._context * longest  # of a text that the context can hold
         self._one_at_a_time = asyncio.Lock()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
+from selfspec.executors.cuda.exact import exact_split
 from selfspec.executors.cuda.fused_body import FusedBody
 from selfspec.executors.cuda.runner import Runner
 from selfspec.kernels import reference
 from selfspec.kernels.suite import REFERENCE
 from tests.cuda.tape import Tape
+from tests.target import Target
 
 MOST_TOKENS = 128  # of a row in tests of exact mode
 
@@ -21,10 +25,18 @@ def attend(queries, keys, values, layout, *options, tile_rows=None, split=None):
 EXACT = REFERENCE._replace(attend=attend)
 
 
-def runner_of(stack, kernels=REFERENCE, tape=None, budget=1 << 40, max_rows=8):
-    """A runner of a stack on a tape."""
+def runner_of(split, kernels=REFERENCE, tape=None, budget=1 << 40, max_rows=8):
+    """A runner of a split on a tape."""
     tape = tape or Tape()
-    return Runner(stack, tape.kernels(kernels), tape, budget, max_rows)
+    return Runner(split, tape.kernels(kernels), tape, budget, max_rows)
+
+
+class ShortBlocks(Target):
+    """A target whose exact mode has blocks so small that short prompts are read by wide ones too."""
+
+    @cached_property
+    def exact_split(self):
+        return exact_split(self.split, rows=8, wide=16, checked=(37, 21, 6))
 
 
 def with_runner(target, budget=1 << 40, max_rows=8, num_bytes=None, kernels=REFERENCE, packing=None):
@@ -32,8 +44,8 @@ def with_runner(target, budget=1 << 40, max_rows=8, num_bytes=None, kernels=REFE
 
     `packing`: how fused layers, which the recordings then run, have their weights; None: they run the views.
     """
-    if target.stack.engine == "compiled":  # it reads rows where no recording has them: on the host
-        target.stack.compiled = None
-    runner = target.stack.runner = runner_of(target.stack, kernels, Tape(num_bytes), budget, max_rows)
-    target.stack.recorded = None if packing is None else FusedBody(target.stack.llama, runner.kernels, packing)
+    if target.split.backend == "compiled":  # it reads rows where no recording has them: on the host
+        target.split.compiled = None
+    runner = target.split.runner = runner_of(target.split, kernels, Tape(num_bytes), budget, max_rows)
+    target.split.recorded = None if packing is None else FusedBody(target.split.llama, runner.kernels, packing)
     return target

@@ -30,8 +30,8 @@ def flawed(is_wrong):
 )
 def test_right_rounds_pass(family, dtype):
     target = with_runner(Target(build(family).to(dtype)))
-    assert round_problem(target.stack, target.stack.runner) is None
-    assert target.stack.runner.graphs.num_recorded > 0
+    assert round_problem(target.split, target.split.runner) is None
+    assert target.split.runner.graphs.num_recorded > 0
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ def test_right_rounds_pass(family, dtype):
     ],
 )
 def test_wrong_picks_are_found(is_wrong, problem):
-    target = with_runner(Target(build("llama"), engine="views"), kernels=flawed(is_wrong))
-    assert problem in round_problem(target.stack, target.stack.runner)
+    target = with_runner(Target(build("llama"), backend="views"), kernels=flawed(is_wrong))
+    assert problem in round_problem(target.split, target.split.runner)
 
 
 def test_wrong_acceptance_of_right_picks_is_found():
@@ -54,16 +54,16 @@ def test_wrong_acceptance_of_right_picks_is_found():
         done.record[:, 1:2] = torch.where(accepted == drafted, 0, drafted)[:, None]
         return done
 
-    target = with_runner(Target(build("llama"), engine="views"), kernels=REFERENCE._replace(accept=accept))
-    assert "two sampled rows" in round_problem(target.stack, target.stack.runner)
+    target = with_runner(Target(build("llama"), backend="views"), kernels=REFERENCE._replace(accept=accept))
+    assert "two sampled rows" in round_problem(target.split, target.split.runner)
 
 
 def test_rows_that_a_device_advances_wrongly_are_found():
     def advance(state, num_kept, *more):
         REFERENCE.advance(state, num_kept - (num_kept > 0).int(), *more)
 
-    target = with_runner(Target(build("llama"), engine="views"), kernels=REFERENCE._replace(advance=advance))
-    assert "a second round of two sampled rows" in round_problem(target.stack, target.stack.runner)
+    target = with_runner(Target(build("llama"), backend="views"), kernels=REFERENCE._replace(advance=advance))
+    assert "a second round of two sampled rows" in round_problem(target.split, target.split.runner)
 
 
 class Forgetful(Tape):
@@ -83,13 +83,13 @@ class Forgetful(Tape):
 
 
 def test_a_recording_that_is_right_only_at_first_is_found():
-    target = Target(build("llama"), engine="views")
-    target.stack.runner = runner_of(target.stack, tape=Forgetful())
-    assert "when it was replayed" in round_problem(target.stack, target.stack.runner)
+    target = Target(build("llama"), backend="views")
+    target.split.runner = runner_of(target.split, tape=Forgetful())
+    assert "when it was replayed" in round_problem(target.split, target.split.runner)
 
 
 def test_a_runner_whose_rounds_are_wrong_is_taken_away(caplog):
-    stack = Target(build("llama"), engine="views").stack
-    install(stack, lambda one: runner_of(one, flawed(lambda logits, sampling: sampling.sampled)))
-    assert stack.runner is None
+    split = Target(build("llama"), backend="views").split
+    install(split, lambda one: runner_of(one, flawed(lambda logits, sampling: sampling.sampled)))
+    assert split.runner is None
     assert "a round of two sampled rows picks other tokens" in caplog.text

@@ -9,13 +9,13 @@ from functools import cache
 import pytest
 import torch
 
-from selfspec.decoding.engine import Engine
+from selfspec import SamplingParams, SpeculativeConfig
+from selfspec.decoding.engine import LLMEngine
 from selfspec.errors import UnsupportedModelError
 from selfspec.kernels.suite import REFERENCE
 from selfspec.model.exit_heads import ExitHeads
-from tests.cuda.standin import EXACT, with_runner
-from tests.decoding.test_trees import WithSecondChoices
-from tests.helpers import Schedule, ShortBlocks, drain, make_prompts
+from tests.cuda.standin import EXACT, ShortBlocks, with_runner
+from tests.helpers import Run, Schedule, make_prompts, request
 from tests.models import build
 from tests.slow import slow
 from tests.target import Target
@@ -27,7 +27,7 @@ NEW = 12
 
 @cache
 def target(family, dtype):
-    made = ShortBlocks(build(family).to(getattr(torch, dtype)), engine="views")
+    made = ShortBlocks(build(family).to(getattr(torch, dtype)), backend="views")
     return with_runner(made, kernels=EXACT, packing="copy")
 
 
@@ -39,16 +39,20 @@ def alone(family, dtype, keep_logits):
 
 
 def run(target, prompts, policy, batch, keep_logits, seed=0, chunk=512, page_size=32):
-    engine = Engine(
-        target, policy=policy, max_batch_size=batch, max_cached_tokens=96 * batch, prefill_chunk=chunk,
-        page_size=page_size, exact=True,
+    """The sequences of these prompts, which come at random steps."""
+    config, longest = SpeculativeConfig(policy=policy), max(map(len, prompts)) + NEW
+    engine = LLMEngine(
+        target.refresh(exact=True), target.policy(config, batch, exact=True), target.defaults, max_num_seqs=batch,
+        max_num_cached_tokens=(longest + -longest % page_size) * batch, prefill_chunk=chunk, page_size=page_size,
     )  # fmt: skip
-    dice, rounds = random.Random(seed), []
+    dice, made = random.Random(seed), Run(engine)
     for i, prompt in enumerate(prompts):
-        engine.submit(prompt, max_new_tokens=NEW, keep_logits=keep_logits, temperature=0.8, seed=seed + i)
-        rounds += engine.step() if dice.random() < 0.5 else []
-    done = drain(engine, before=rounds).completions
-    return [done[i] for i in range(len(prompts))]
+        params = SamplingParams(max_tokens=NEW, temperature=0.8, seed=seed + i)
+        made.add(request(prompt, params, keep_logits=keep_logits))
+        if dice.random() < 0.5:
+            made.step()
+    made.finish()
+    return [made.sequences[str(i)] for i in range(len(prompts))]
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("llama", "bfloat16"), slow("llama", "float32"), *SLOW])
@@ -57,19 +61,18 @@ def run(target, prompts, policy, batch, keep_logits, seed=0, chunk=512, page_siz
     [
         (lambda: Schedule(1, 4), 3, 20, 32, False),
         slow(lambda: Schedule(2, 4), 4, 7, 16, True),
-        slow(lambda: WithSecondChoices(3, 4, plain=False, lookup=False), 2, 50, 16, True),
     ],
-    ids=["rounds", "layers", "second choices, which are left out"],
+    ids=["rounds", "layers"],
 )
 def test_tokens_and_logits_are_those_of_plain_decoding_alone(family, dtype, make, batch, chunk, page_size, keep_logits):
     """Whole rounds, and segments where logits are kept."""
     made = target(family, dtype)
-    runner = made.exact_stack.runner
+    runner = made.exact_split.runner
     before = runner.graphs.num_recorded
     done = run(made, make_prompts(LENGTHS), make(), batch, keep_logits, chunk=chunk, page_size=page_size)
     for one, wanted in zip(done, alone(family, dtype, keep_logits), strict=True):
-        assert one.tokens == wanted.tokens
-        pairs = zip(one.logits or (), wanted.logits or (), strict=True)
+        assert one.completion_token_ids == wanted.completion_token_ids
+        pairs = zip(one.logits, wanted.logits, strict=True)
         assert all(torch.equal(got, other) for got, other in pairs)
     assert runner.graphs.num_recorded > before and runner.refused is None
 
@@ -77,13 +80,13 @@ def test_tokens_and_logits_are_those_of_plain_decoding_alone(family, dtype, make
 @pytest.mark.slow
 def test_the_rounding_of_products_in_float32_depends_on_rows_here():
     """Else the test above would prove little."""
-    counts = target("llama", "float32").exact_stack.runner.narrow.row_counts.values()
+    counts = target("llama", "float32").exact_split.runner.narrow.row_counts.values()
     assert not any(one.is_free for one in counts)
 
 
 def test_attention_runs_in_fixed_tiles_and_splits():
     made = target("llama", "bfloat16")
-    tape = made.exact_stack.runner.graphs.capture
+    tape = made.exact_split.runner.graphs.capture
     before = len(tape.made)
     run(made, make_prompts(LENGTHS)[:1], Schedule(4, 4), 1, False, page_size=8)
     kernels = [kernel for one in tape.made[before:] for kernel in one.kernels if kernel.startswith("attend")]
@@ -100,32 +103,32 @@ def test_attention_runs_in_fixed_tiles_and_splits():
     ],
 )
 def test_what_is_not_exact_is_refused_by_name(family, kernels, reason):
-    made = ShortBlocks(build(family), engine="views")
+    made = ShortBlocks(build(family), backend="views")
     if kernels == "numbers":
         kernels = EXACT._replace(gate=lambda *given: EXACT.gate(*given) * 1.1)
     if kernels is not None:
         with_runner(made, kernels=kernels)
     with pytest.raises(UnsupportedModelError, match=f"{family}: exact mode needs compiled layers .* and {reason}; "):
         made.generate([[3, 4]], exact=True)
-    assert made.stack.head_rows is None and not made.stack.wide, "the ordinary mode stays as it was"
+    assert made.split.head_rows is None and not made.split.wide, "the ordinary mode stays as it was"
 
 
 def test_exit_heads_are_those_of_the_target(monkeypatch):
-    monkeypatch.setattr("selfspec.target.exact_stack", copy)
-    made = Target(build("llama"), engine="views")
-    assert made.exact_stack is made.exact_stack and made.exact_stack.exit_heads is None
+    monkeypatch.setattr("selfspec.loading.target.exact_split", copy)
+    made = Target(build("llama"), backend="views")
+    assert made.exact_split is made.exact_split and made.exact_split.exit_heads is None
     made.exit_heads = ExitHeads([1], 32, 4)
-    assert made.exact_stack.exit_heads is made.stack.exit_heads is not None
+    assert made.exact_split.exit_heads is made.split.exit_heads is not None
 
 
 @pytest.mark.slow
 def test_edits_of_weights_are_seen():
     model = build("llama").to(torch.bfloat16)
-    made = with_runner(ShortBlocks(model, engine="views"), kernels=EXACT, packing="copy")
-    how = {"exact": True, "exit_layer": 1, "max_new_tokens": 8}
-    before = made.generate([[5, 9, 4]], **how)[0].tokens
+    made = with_runner(ShortBlocks(model, backend="views"), kernels=EXACT, packing="copy")
+    how = {"exact": True, "exit_layer": 1, "max_tokens": 8}
+    before = made.generate([[5, 9, 4]], **how)[0].token_ids
     with torch.no_grad():
         for layer in model.model.layers:
             layer.mlp.up_proj.weight.data.mul_(3.0)
-    anew = with_runner(ShortBlocks(model, engine="views"), kernels=EXACT, packing="copy")
-    assert made.generate([[5, 9, 4]], **how)[0].tokens == anew.generate([[5, 9, 4]], **how)[0].tokens != before
+    anew = with_runner(ShortBlocks(model, backend="views"), kernels=EXACT, packing="copy")
+    assert made.generate([[5, 9, 4]], **how)[0].token_ids == anew.generate([[5, 9, 4]], **how)[0].token_ids != before

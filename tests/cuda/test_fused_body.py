@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from selfspec import SamplingParams
 from selfspec.executors.cuda.body_choice import MAX_ROUNDINGS, ROUNDING, layers_error
 from selfspec.executors.cuda.fused_body import FusedBody
 from selfspec.executors.cuda.packed_linear import PackedLinear
@@ -17,10 +18,10 @@ from selfspec.executors.cuda.runner import install
 from selfspec.executors.cuda.static_rows import StaticRows
 from selfspec.kernels.suite import REFERENCE
 from selfspec.model.kv_cache import PagedCache
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 from tests.cuda.standin import runner_of, with_runner
 from tests.cuda.test_host_copies import NoHostCopies
-from tests.helpers import Schedule, decode, generate, make_prompts
+from tests.helpers import Schedule, decode, generate, make_prompts, tokens_of
 from tests.kernels.samples import layout_of
 from tests.models import build
 from tests.slow import slow
@@ -63,14 +64,14 @@ def test_hidden_states_are_those_of_the_views(family, dtype):
     There, numbers may differ by one rounding of themselves (2^-8), and beyond that by one rounding, in norm, of what
     the layer adds. In float32 whole runs are compared, too: at most 1e-5 of the norm.
     """
-    stack = Stack(build(family).to(dtype))
-    body = FusedBody(stack.llama, REFERENCE, "copy")
-    assert layers_error(stack, body) <= 1
+    split = SplitModel(build(family).to(dtype))
+    body = FusedBody(split.llama, REFERENCE, "copy")
+    assert layers_error(split, body) <= 1
     caches = [PagedCache(9, PAGE) for _ in range(2)]
     for layout, _ in layouts():
         tokens, live = given_tokens(layout), real(layout)
         results = []
-        for run, cache in zip((stack.run_here, body.run), caches, strict=True):
+        for run, cache in zip((split.run_here, body.run), caches, strict=True):
             taps = {1: None, 2: None, 3: None, 4: None}
             rows = [StaticRows(cache, layout, REFERENCE) for _ in range(3)]
             early = run(rows[0], 0, 1, tokens, taps)
@@ -97,8 +98,8 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_check_finds_wrong_layers(fault):
-    stack = Stack(build("llama").to(torch.bfloat16))
-    assert layers_error(stack, FusedBody(FAULTS[fault](stack.llama), REFERENCE, "copy")) > MAX_ROUNDINGS
+    split = SplitModel(build("llama").to(torch.bfloat16))
+    assert layers_error(split, FusedBody(FAULTS[fault](split.llama), REFERENCE, "copy")) > MAX_ROUNDINGS
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16)])
@@ -109,15 +110,15 @@ def test_products_summed_in_another_order_do_not_refuse_right_layers(dtype, shar
     for layer in model.model.layers:
         for end in (layer.self_attn.o_proj, layer.mlp.down_proj):
             end.weight.mul_(share)
-    stack = Stack(model.to(dtype))
-    body, linear, rng = FusedBody(stack.llama, REFERENCE, "copy"), F.linear, torch.Generator().manual_seed(0)
+    split = SplitModel(model.to(dtype))
+    body, linear, rng = FusedBody(split.llama, REFERENCE, "copy"), F.linear, torch.Generator().manual_seed(0)
 
     def in_another_order(x, weight, bias=None):
         exact = linear(x.float(), weight.float(), None if bias is None else bias.float())
         return (exact + 1e-6 * exact.abs().mean() * torch.randn(exact.shape, generator=rng)).to(x.dtype)
 
     monkeypatch.setattr(F, "linear", in_another_order)
-    assert 0 < layers_error(stack, body) <= MAX_ROUNDINGS
+    assert 0 < layers_error(split, body) <= MAX_ROUNDINGS
 
 
 # ------------------------------------------------------------------------------------------------------------ launches
@@ -166,12 +167,12 @@ def counting(launched):
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 @torch.inference_mode()
 def test_a_layer_takes_ten_launches(family):
-    stack = Stack(build(family))
+    split = SplitModel(build(family))
     layout, _ = next(layouts())
     counts = []
     for num_layers in (1, 2):
         kernels = []
-        names = launches(FusedBody(stack.llama, counting(kernels), "copy"), layout, num_layers)
+        names = launches(FusedBody(split.llama, counting(kernels), "copy"), layout, num_layers)
         counts.append(len(names) + len(kernels) // 2)  # the run before is counted by the kernels, too
     assert counts[1] - counts[0] == 10
     assert counts[0] <= 11, "the last sum is one more"
@@ -180,7 +181,7 @@ def test_a_layer_takes_ten_launches(family):
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
 def test_layers_copy_nothing_from_the_host(family):
-    weights = tree_map_only(torch.Tensor, lambda one: one.to("meta"), Stack(build(family)).llama)
+    weights = tree_map_only(torch.Tensor, lambda one: one.to("meta"), SplitModel(build(family)).llama)
     weights.rotary.to("meta")
     body, cache = FusedBody(weights, REFERENCE, "copy"), PagedCache(4, PAGE)
     layout, _ = layout_of([(5, 2), (0, 2)], PAGE, device="meta")
@@ -202,8 +203,8 @@ def test_an_owned_model_is_not_copied(family, tmp_path):
     model = build(family)
     values = {name: one.clone() for name, one in model.state_dict().items()}
     before = sum(weights_in(model).values())
-    stack = Stack(model)
-    body = FusedBody(stack.llama, REFERENCE, "share")
+    split = SplitModel(model)
+    body = FusedBody(split.llama, REFERENCE, "share")
     assert sum(weights_in(model).values()) == before and body.num_bytes == 0
     model.save_pretrained(tmp_path)
     for other in (model, type(model).from_pretrained(tmp_path)):
@@ -214,24 +215,24 @@ def test_an_owned_model_is_not_copied(family, tmp_path):
 def test_a_models_own_weights_stay_where_they_are_and_copies_are_counted():
     model = build("qwen2")
     places = [one.data_ptr() for one in model.parameters()]
-    stack = Stack(model)
+    split = SplitModel(model)
     packed = sum(
         one.numel() * 4
         for name, one in model.named_parameters()
         if any(part in name for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))
     )
-    assert FusedBody(stack.llama, REFERENCE, "copy").num_bytes == packed == FusedBody.bytes_of(stack.llama)
-    assert FusedBody(stack.llama, REFERENCE, "none").num_bytes == 0
+    assert FusedBody(split.llama, REFERENCE, "copy").num_bytes == packed == FusedBody.bytes_of(split.llama)
+    assert FusedBody(split.llama, REFERENCE, "none").num_bytes == 0
     assert [one.data_ptr() for one in model.parameters()] == places
 
 
 @pytest.mark.parametrize("packing", ["share", "none"])
 def test_every_packing_gives_the_same_numbers(packing):
-    stack = Stack(build("qwen2"))
+    split = SplitModel(build("qwen2"))
     layout, _ = next(layouts())
     outputs = []
     for one in ("copy", packing):
-        body = FusedBody(stack.llama, REFERENCE, one)
+        body = FusedBody(split.llama, REFERENCE, one)
         with torch.inference_mode():
             hidden = body.run(StaticRows(PagedCache(9, PAGE), layout, REFERENCE), 0, 4, given_tokens(layout))
         outputs.append(hidden[real(layout)])
@@ -254,15 +255,15 @@ EDITS = {
     ],
 )
 def test_edits_of_weights_are_seen(packing, edit):
-    """As after `Target.rounds`, which refreshes deeply."""
+    """As at a call, which refreshes deeply."""
     model, prompts = build("qwen2"), make_prompts([9])
-    target = with_runner(Target(model, engine="views"), packing=packing)
-    before = target.generate(prompts, max_new_tokens=12, exit_layer=1)[0].tokens
+    target = with_runner(Target(model, backend="views"), packing=packing)
+    before = target.generate(prompts, max_tokens=12, exit_layer=1)[0].token_ids
     with torch.no_grad():
         for layer in model.model.layers:
             for weight in (layer.self_attn.k_proj.weight, layer.self_attn.v_proj.bias, layer.mlp.up_proj.weight):
                 EDITS[edit](weight)
-    after = target.generate(prompts, max_new_tokens=12, exit_layer=1)[0].tokens
+    after = target.generate(prompts, max_tokens=12, exit_layer=1)[0].token_ids
     assert after == generate(model, prompts[0], 12) != before
 
 
@@ -270,22 +271,22 @@ def test_edits_of_weights_are_seen(packing, edit):
 def test_a_model_that_was_moved_is_recorded_anew(packing):
     """As after `model.cpu()` and `model.cuda()`: the device, the dtype and the parameters are those of before."""
     model, prompts = build("llama"), make_prompts([9])
-    target = with_runner(Target(model, engine="views"), packing=packing)
-    before = target.generate(prompts, max_new_tokens=6, exit_layer=1)[0].tokens
+    target = with_runner(Target(model, backend="views"), packing=packing)
+    before = target.generate(prompts, max_tokens=6, exit_layer=1)[0].token_ids
     for number in (*model.parameters(), *model.buffers()):
         number.data = number.data.clone()
     model.lm_head.weight.data = model.lm_head.weight.data.flip(0)
-    recorded = target.stack.runner.graphs.num_recorded
-    after = target.generate(prompts, max_new_tokens=6, exit_layer=1)[0].tokens
+    recorded = target.split.runner.graphs.num_recorded
+    after = target.generate(prompts, max_tokens=6, exit_layer=1)[0].token_ids
     assert after == generate(model, prompts[0], 6) != before
-    recorded, earlier = target.stack.runner.graphs.num_recorded, recorded
+    recorded, earlier = target.split.runner.graphs.num_recorded, recorded
     assert recorded > earlier
-    target.generate(prompts, max_new_tokens=6, exit_layer=1)
-    assert target.stack.runner.graphs.num_recorded == recorded, "only once"
+    target.generate(prompts, max_tokens=6, exit_layer=1)
+    assert target.split.runner.graphs.num_recorded == recorded, "only once"
 
 
 def test_edits_in_place_are_seen_without_a_deep_look():
-    linears = Stack(build("llama")).llama.layers[0].linears()[:3]
+    linears = SplitModel(build("llama")).llama.layers[0].linears()[:3]
     packed, x = PackedLinear(linears, "copy"), torch.randn(2, 32)
     with torch.no_grad():
         linears[1].weight.add_(1.0)
@@ -297,7 +298,7 @@ def test_edits_in_place_are_seen_without_a_deep_look():
 
 
 def test_a_weight_of_another_shape_is_refused():
-    linears = Stack(build("llama")).llama.layers[0].linears()[:3]
+    linears = SplitModel(build("llama")).llama.layers[0].linears()[:3]
     packed = PackedLinear(linears, "copy")
     linears[0].weight.data = torch.zeros(4, 32)
     with pytest.raises(ValueError, match=r"a weight \[32, 32\] was replaced by one \[4, 32\]; load the model again"):
@@ -308,42 +309,42 @@ def test_a_weight_of_another_shape_is_refused():
 
 
 def installed(model, seconds, caplog, owned=False, **kernels):
-    """A stack after `install`, where replays of the views and of fused layers seem to take these seconds."""
-    stack, times = Target(model, engine="views").stack, iter(seconds)
+    """A split after `install`, where replays of the views and of fused layers seem to take these seconds."""
+    split, times = Target(model, backend="views").split, iter(seconds)
     with caplog.at_level(logging.INFO, "selfspec"):
         install(
-            stack,
+            split,
             lambda one: runner_of(one, REFERENCE._replace(**kernels)),
             owned,
             lambda recording, device: next(times),
         )
-    return stack
+    return split
 
 
 @pytest.mark.parametrize("owned", [True, slow(False)])
 def test_fused_layers_that_are_faster_are_used(caplog, owned):
-    stack = installed(build("llama"), (2e-3, 1e-3), caplog, owned)
-    assert isinstance(stack.recorded, FusedBody) and stack.recorded.packing == ("share" if owned else "copy")
+    split = installed(build("llama"), (2e-3, 1e-3), caplog, owned)
+    assert isinstance(split.recorded, FusedBody) and split.recorded.packing == ("share" if owned else "copy")
     assert "recordings run fused layers" in caplog.text and "1 ms, 2 ms with the model's own modules" in caplog.text
 
 
 def test_fused_layers_that_are_slower_are_not_used(caplog):
-    stack = installed(build("llama"), (1e-3, 2e-3), caplog)
-    assert stack.recorded is None and stack.runner is not None
+    split = installed(build("llama"), (1e-3, 2e-3), caplog)
+    assert split.recorded is None and split.runner is not None
     assert "recordings run the model's own modules" in caplog.text and "2 ms, 1 ms with" in caplog.text
 
 
 def test_weights_may_be_moved_where_selfspec_loaded_the_model(monkeypatch):
     owned = []
-    monkeypatch.setattr("selfspec.target.install", lambda stack, **named: owned.append(named["owned"]))
+    monkeypatch.setattr("selfspec.loading.target.install", lambda split, **named: owned.append(named["owned"]))
     load("demo", check=False)
     load(build("llama"), check=False)
     assert owned == [True, False]
 
 
 def test_other_families_keep_the_views(caplog):
-    stack = installed(build("gpt2"), (), caplog)
-    assert stack.recorded is None and stack.runner is not None
+    split = installed(build("gpt2"), (), caplog)
+    assert split.recorded is None and split.runner is not None
     assert "fused layers do not serve this model" in caplog.text
 
 
@@ -354,12 +355,12 @@ def test_fused_layers_that_are_wrong_here_are_not_used(caplog, wrong):
             raise RuntimeError("no kernel image is available")
         return REFERENCE.gate(gate_up, activation) * 1.03
 
-    stack = installed(build("llama"), (2e-3, 1e-3), caplog, gate=gate)
-    assert stack.recorded is None and stack.runner is not None and stack.runner.refused is None
+    split = installed(build("llama"), (2e-3, 1e-3), caplog, gate=gate)
+    assert split.recorded is None and split.runner is not None and split.runner.refused is None
     assert ("no kernel image" if wrong == "raises" else "roundings") in caplog.text
-    target = Target(build("llama"), engine="views")
-    target.stack.runner, prompts = stack.runner, make_prompts([9])
-    assert target.generate(prompts, max_new_tokens=6, exit_layer=1)[0].tokens == generate(target.model, prompts[0], 6)
+    target = Target(build("llama"), backend="views")
+    target.split.runner, prompts = split.runner, make_prompts([9])
+    assert target.generate(prompts, max_tokens=6, exit_layer=1)[0].token_ids == generate(target.model, prompts[0], 6)
 
 
 # ------------------------------------------------------------------------------------------------------------- decoding
@@ -369,10 +370,10 @@ def test_fused_layers_that_are_wrong_here_are_not_used(caplog, wrong):
 def test_tokens_are_those_of_the_ordinary_engine(family, max_rows):
     prompts = make_prompts([3, 20, 11])
     model = build(family)
-    wanted = decode(Target(model), prompts, Schedule(3, 4), max_new_tokens=12)
+    params = SamplingParams(max_tokens=12)
+    wanted = decode(Target(model), prompts, Schedule(3, 4), params)
     target = with_runner(Target(model), max_rows=max_rows, packing="copy")
-    got = decode(target, prompts, Schedule(3, 4), max_new_tokens=12)
-    assert [one.tokens for one in got] == [one.tokens for one in wanted]
-    runner = target.stack.runner
+    assert tokens_of(decode(target, prompts, Schedule(3, 4), params)) == tokens_of(wanted)
+    runner = target.split.runner
     assert runner.refused is None and runner.graphs.num_recorded > 0
     assert any("rotate" in kernel for made in runner.graphs.capture.made for kernel in made.kernels)

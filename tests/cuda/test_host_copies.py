@@ -6,6 +6,7 @@ the host inside a recording fails on CUDA, since the memory it comes from is not
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from selfspec.control.plan import LOOKUP, NUM_BINS, Plan, Policy, SurvivalStop
-from selfspec.decoding.engine import Engine
+from selfspec import SamplingParams
+from selfspec.control.plan import NUM_BINS, Policy, SurvivalStop
+from selfspec.core import LOOKUP, Plan
 from selfspec.executors.cuda.round_inputs import RoundInputs, RoundKey
 from selfspec.executors.cuda.rounds import RecordedRounds
 from selfspec.executors.cuda.static_rows import StaticRows
@@ -25,10 +27,10 @@ from selfspec.kernels.suite import REFERENCE
 from selfspec.model import views
 from selfspec.model.draft_vocabulary import HeldSubset
 from selfspec.model.kv_cache import PagedCache
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 from tests.cuda.standin import with_runner
 from tests.cuda.transfers import counted
-from tests.helpers import make_prompts
+from tests.helpers import engine_of, make_prompts, request
 from tests.kernels.samples import layout_of
 from tests.models import FAMILIES, GROUPED, SMALL, build
 from tests.slow import KINDS, slow
@@ -61,7 +63,7 @@ def meta_is_served(monkeypatch):
 def on_meta(family, dtype):
     with torch.device("meta"):
         config = AutoConfig.for_model(family, **{**SMALL, **FAMILIES[family]})
-        return Stack(AutoModelForCausalLM.from_config(config, dtype=dtype).eval())
+        return SplitModel(AutoModelForCausalLM.from_config(config, dtype=dtype).eval())
 
 
 CASES = [slow(family, torch.float32) for family in FAMILIES if family not in GROUPED]
@@ -72,17 +74,17 @@ CASES += [(one, torch.bfloat16) if one in KINDS else slow(one, torch.bfloat16) f
 @pytest.mark.parametrize(("family", "dtype"), CASES)
 @torch.inference_mode()
 def test_layers_and_heads_copy_nothing_from_the_host(family, dtype):
-    stack = on_meta(family, dtype)
+    split = on_meta(family, dtype)
     cache = PagedCache(4, 16)
     for start, stop in ((0, 2), (2, 4)):
         given = torch.zeros(4, dtype=torch.int64, device="meta")
         if start:
             given = torch.zeros(4, SMALL["hidden_size"], dtype=dtype, device="meta")
         rows = StaticRows(cache, layout_of([(5, 2), (0, 2)], 16, device="meta")[0], REFERENCE)
-        hidden = stack.run_here(rows, start, stop, given)  # makes what is made once
+        hidden = split.run_here(rows, start, stop, given)  # makes what is made once
         with NoHostCopies():
-            hidden = stack.run_here(StaticRows(cache, rows.layout, REFERENCE), start, stop, given)
-            logits = stack.logits(hidden, stop)
+            hidden = split.run_here(StaticRows(cache, rows.layout, REFERENCE), start, stop, given)
+            logits = split.logits(hidden, stop)
     assert logits.is_meta and logits.shape == (4, SMALL["vocab_size"])
 
 
@@ -101,12 +103,12 @@ def accept_on_device(fed, picks, starts, counts, remaining, eos, most_new):
 @torch.inference_mode()
 def test_a_round_copies_nothing_from_the_host(stop, has_part):
     """Drafts over a part of the vocabulary, too."""
-    stack = on_meta("llama", torch.float32)
+    split = on_meta("llama", torch.float32)
     cache = PagedCache(4, 16)
-    part = HeldSubset(stack.draft_subset(20)) if has_part else None
+    part = HeldSubset(split.draft_subset(20)) if has_part else None
     key = RoundKey(1, 3, 2, 32, 1, True, True, stop, 20 * has_part)
     kernels = REFERENCE._replace(pick=pick_on_device, accept=accept_on_device)
-    body = WholeRound(stack, cache, kernels, RoundInputs(key, cache, stack.device, part))
+    body = WholeRound(split, cache, kernels, RoundInputs(key, cache, split.device, part))
     body()
     with NoHostCopies():
         (record,) = body()
@@ -153,18 +155,26 @@ PLANS = {
 }
 
 
-def running(plan, count, num_rounds, **options):
+def running(plan, count, num_rounds, max_tokens=110, **options):
     """An engine whose rows have run one round, from a recording that has room for their ends."""
-    target = with_runner(Target(build("llama"), engine="views"), max_rows=options.pop("max_rows", 32))
-    engine = Engine(
-        target, policy=Rounds(plan, num_rounds), max_batch_size=count, max_cached_tokens=count * 128, page_size=16,
-        prefill_chunk=4096, burst=60.0,
+    target = with_runner(Target(build("llama"), backend="views"), max_rows=options.pop("max_rows", 32))
+    engine = engine_of(
+        target, Rounds(plan, num_rounds), max_num_seqs=count, max_num_cached_tokens=count * 128, page_size=16,
+        prefill_chunk=4096, max_step_seconds=math.inf,
     )  # fmt: skip
     for i, prompt in enumerate(make_prompts([5 + i % 7 for i in range(count)])):
-        hot = {"temperature": 0.9, "seed": i} if i % 2 else {}
-        engine.submit(prompt, ignore_eos=True, **hot, **{"max_new_tokens": 110, **options})
+        sampled = {"temperature": 0.9, "seed": i} if i % 2 else {}
+        params = SamplingParams(**sampled, max_tokens=max_tokens)
+        engine.add_request(str(i), request(prompt, params, **options))
     engine.step()
-    return engine, target.stack.runner.graphs.capture
+    return engine, target.split.runner.graphs.capture
+
+
+def rounds_of(engine):
+    """The rounds of a step."""
+    rounds = []
+    engine.step(rounds.append)
+    return rounds
 
 
 @pytest.mark.parametrize(
@@ -185,7 +195,7 @@ def test_a_program_uploads_its_rows_once_and_a_round_copies_its_record_alone(nam
     for _ in range(3 if name == "lookup" else 0):  # records rounds with a match, and without
         engine.step()
     with counted(tape) as exchange:
-        num_rounds = sum(len(engine.step()) for _ in range(2))
+        num_rounds = sum(len(rounds_of(engine)) for _ in range(2))
     assert num_rounds == 8
     assert exchange.counts["replays"] == exchange.counts["downloads"] == num_rounds
     assert exchange.counts["waits"] == 0
@@ -196,7 +206,7 @@ def test_a_program_uploads_its_rows_once_and_a_round_copies_its_record_alone(nam
 def test_rows_that_text_may_end_are_uploaded_every_round():
     engine, tape = running(Plan(2, (2,)), 2, 4, stopping_criteria=(lambda ids, scores: False,))
     with counted(tape) as exchange:
-        num_rounds = len(engine.step())
+        num_rounds = len(rounds_of(engine))
     assert exchange.counts["replays"] == exchange.counts["downloads"] == exchange.counts["uploads"] == num_rounds
     assert exchange.counts["waits"] == 0
 
@@ -213,9 +223,9 @@ def test_the_host_reads_a_record_while_the_device_runs_the_next_round(monkeypatc
 @pytest.mark.parametrize("plan", [Plan(None, (0,)), Plan(2, (2,))], ids=["plain", "fixed"])
 def test_rounds_by_segments_wait_once(plan):
     """For larger batches, layers are recorded; the host reads the round's tokens at its end."""
-    engine, tape = running(plan, 2, 2, max_rows=0, max_new_tokens=40)
+    engine, tape = running(plan, 2, 2, max_rows=0, max_tokens=40)
     with counted(tape, is_whole=False) as exchange:
-        num_rounds = len(engine.step())
+        num_rounds = len(rounds_of(engine))
     assert num_rounds == 2 and exchange.counts["replays"] >= num_rounds
     assert exchange.counts["waits"] == num_rounds
 
@@ -232,4 +242,4 @@ def test_waits_and_copies_that_block_are_seen():
             torch.ones(record[0].shape).copy_(record[0])
         with pytest.raises(AssertionError, match="memory of the host"):
             record + torch.ones(record.shape)
-    assert engine.has_work
+    assert engine.has_unfinished_requests()

@@ -7,14 +7,17 @@ import logging
 import pytest
 import torch
 
-from selfspec.control.plan import LOOKUP
-from selfspec.decoding.engine import Engine
+from selfspec import SamplingParams
+from selfspec.control.published.layerskip import Fixed
+from selfspec.core import LOOKUP
+from selfspec.executors.cuda.graphs import Graphs
 from selfspec.executors.cuda.runner import install
 from selfspec.kernels.suite import REFERENCE, pick_for, triton_kernels
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from tests.cuda.standin import runner_of, with_runner
-from tests.helpers import Always, Schedule, decode, drain, make_prompts
+from tests.cuda.tape import Tape
+from tests.helpers import Always, Run, Schedule, decode, engine_of, make_prompts, run, tokens_of
 from tests.models import build, tiny
 from tests.slow import slow
 from tests.target import Target
@@ -31,25 +34,25 @@ from tests.target import Target
 )
 def test_views_of_other_families_can_be_recorded(family, max_rows):
     prompts = make_prompts([3, 20, 11])
-    wanted = decode(tiny(family), prompts, Schedule(3, 4), max_new_tokens=12)
+    wanted = decode(tiny(family), prompts, Schedule(3, 4), SamplingParams(max_tokens=12))
     target = with_runner(Target(build(family)), max_rows=max_rows)
-    got = decode(target, prompts, Schedule(3, 4), max_new_tokens=12)
-    assert [one.tokens for one in got] == [one.tokens for one in wanted]
-    runner = target.stack.runner
+    got = decode(target, prompts, Schedule(3, 4), SamplingParams(max_tokens=12))
+    assert tokens_of(got) == tokens_of(wanted)
+    runner = target.split.runner
     assert runner.refused is None and runner.graphs.num_recorded > 0
 
 
 @pytest.mark.parametrize("family", [slow("mixtral"), slow("gpt_oss")])
 def test_experts_are_recorded_in_the_dtype_that_a_graph_can_hold(family):
-    prompts, how = make_prompts([3, 20, 11]), {"max_new_tokens": 6}
-    wanted = decode(tiny(family), prompts, Schedule(3, 4), **how)
+    prompts, params = make_prompts([3, 20, 11]), SamplingParams(max_tokens=6)
+    wanted = decode(tiny(family), prompts, Schedule(3, 4), params)
     target = with_runner(Target(build(family)))
-    got = decode(target, prompts, Schedule(3, 4), **how)
-    assert [one.tokens for one in got] == [one.tokens for one in wanted]
-    assert target.stack.runner.refused == "aten._grouped_mm.default"
+    got = decode(target, prompts, Schedule(3, 4), params)
+    assert tokens_of(got) == tokens_of(wanted)
+    assert target.split.runner.refused == "aten._grouped_mm.default"
     half = with_runner(Target(build(family).bfloat16()))
-    decode(half, prompts, Schedule(3, 4, lookup=False), **how)
-    assert half.stack.runner.refused is None and half.stack.runner.graphs.num_recorded > 0
+    decode(half, prompts, Schedule(3, 4, lookup=False), params)
+    assert half.split.runner.refused is None and half.split.runner.graphs.num_recorded > 0
 
 
 # ------------------------------------------------------------------------------------------------------- bookkeeping
@@ -57,27 +60,25 @@ def test_experts_are_recorded_in_the_dtype_that_a_graph_can_hold(family):
 
 def test_another_call_decodes_without_recording_anything_anew():
     target, prompts = with_runner(Target(build("llama"))), make_prompts([9, 17])
-    first = target.generate(prompts, max_new_tokens=12, exit_layer=1, num_draft_tokens=3)
-    runner = target.stack.runner
+    first = target.generate(prompts, max_tokens=12, exit_layer=1, num_speculative_tokens=3)
+    runner = target.split.runner
     recorded = runner.graphs.num_recorded
-    again = target.generate(prompts, max_new_tokens=12, exit_layer=1, num_draft_tokens=3)
-    assert [one.tokens for one in again] == [one.tokens for one in first]
+    again = target.generate(prompts, max_tokens=12, exit_layer=1, num_speculative_tokens=3)
+    assert tokens_of(again) == tokens_of(first)
     assert runner.graphs.num_recorded == recorded
     assert sum(made.num_replays for made in runner.graphs.capture.made) > recorded
 
 
 def test_two_engines_at_once_have_pages_of_their_own():
     target, prompts = with_runner(Target(build("llama"))), make_prompts([9, 17])
-    wanted = decode(tiny("llama"), prompts, Always(1, 3), max_new_tokens=12)
-    engines = [Engine(target, policy=Always(1, 3), max_cached_tokens=256, page_size=16) for _ in prompts]
-    for engine, prompt in zip(engines, prompts, strict=True):
-        engine.submit(prompt, max_new_tokens=12)
-    tokens = [[], []]
-    while any(engine.has_work for engine in engines):
-        for engine, mine in zip(engines, tokens, strict=True):
-            for round_ in engine.step():
-                mine += [token for row in round_.rows for token in row.tokens]
-    assert tokens == [one.tokens for one in wanted]
+    wanted = decode(tiny("llama"), prompts, Always(1, 3), SamplingParams(max_tokens=12))
+    runs = [Run(engine_of(target, Always(1, 3), max_num_cached_tokens=256, page_size=16)) for _ in prompts]
+    for one, prompt in zip(runs, prompts, strict=True):
+        one.add(prompt, SamplingParams(max_tokens=12))
+    while any(one.engine.has_unfinished_requests() for one in runs):
+        for one in runs:
+            one.step()
+    assert [one.output("0").token_ids for one in runs] == tokens_of(wanted)
 
 
 def test_the_longest_unused_recordings_are_given_up():
@@ -85,23 +86,23 @@ def test_the_longest_unused_recordings_are_given_up():
         with_runner(Target(build("llama")), budget=7 << 19, max_rows=0, num_bytes=1 << 20),
         make_prompts([9, 17]),
     )
-    wanted = decode(tiny("llama"), prompts, Schedule(7, 4), max_new_tokens=20)
-    got = decode(target, prompts, Schedule(7, 4), max_new_tokens=20)
-    assert [one.tokens for one in got] == [one.tokens for one in wanted]
-    graphs = target.stack.runner.graphs
+    wanted = decode(tiny("llama"), prompts, Schedule(7, 4), SamplingParams(max_tokens=20))
+    got = decode(target, prompts, Schedule(7, 4), SamplingParams(max_tokens=20))
+    assert tokens_of(got) == tokens_of(wanted)
+    graphs = target.split.runner.graphs
     assert len(graphs) == 3 and 3 << 20 < graphs.num_bytes < 7 << 19 and graphs.num_recorded > 3
 
 
 def test_rounds_are_recorded_anew_with_new_exit_heads():
     target, prompts = with_runner(Target(build("llama"))), make_prompts([9, 17])
-    before = target.generate(prompts, max_new_tokens=16, exit_layer=1, num_draft_tokens=3)
+    before = target.generate(prompts, max_tokens=16, exit_layer=1, num_speculative_tokens=3)
     heads, dice = ExitHeads([1], 32, 4), torch.Generator().manual_seed(0)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.5, generator=dice)
-    target.exit_heads, runner = heads, target.stack.runner
+    target.exit_heads, runner = heads, target.split.runner
     recorded, kept = runner.graphs.num_recorded, len(runner.graphs)
-    after = target.generate(prompts, max_new_tokens=16, exit_layer=1, num_draft_tokens=3)
-    assert [one.tokens for one in after] == [one.tokens for one in before]
+    after = target.generate(prompts, max_tokens=16, exit_layer=1, num_speculative_tokens=3)
+    assert tokens_of(after) == tokens_of(before)
     assert [one.stats for one in after] != [one.stats for one in before], "the new heads draft otherwise"
     assert runner.graphs.num_recorded > recorded and len(runner.graphs) <= kept + 2, (
         "recorded anew, in place of the old"
@@ -115,29 +116,29 @@ def test_a_model_that_waits_for_numbers_is_decoded_eagerly_and_says_which(caplog
 
     model, prompts = build("llama"), make_prompts([9, 17])
     model.model.layers[0].mlp.act_fn = Waiting()
-    target = Target(model, engine="views")
-    wanted = target.generate(prompts, max_new_tokens=12, exit_layer=1)
+    target = Target(model, backend="views")
+    wanted = target.generate(prompts, max_tokens=12, exit_layer=1)
     with_runner(target)
     with caplog.at_level(logging.WARNING):
-        got = target.generate(prompts, max_new_tokens=12, exit_layer=1)
-    assert [one.tokens for one in got] == [one.tokens for one in wanted]
+        got = target.generate(prompts, max_tokens=12, exit_layer=1)
+    assert tokens_of(got) == tokens_of(wanted)
     notices = [one.message for one in caplog.records if "cannot be captured" in one.message]
     assert len(notices) == 1 and "aten.item" in notices[0]
-    assert target.stack.runner.refused == "aten.item.default"
+    assert target.split.runner.refused == "aten.item.default"
 
 
 def test_calls_share_recordings_by_shape_and_nothing_else():
     target = with_runner(Target(build("llama")))
-    stack, runner = target.stack, target.stack.runner
-    cache = stack.new_cache(8, 16)
+    split, runner = target.split, target.split.runner
+    cache = split.new_cache(8, 16)
     tables = [cache.reserve(32) for _ in range(3)]
     with torch.inference_mode():
         for spans in ([(0, 0, 3)], [(1, 5, 4)], [(0, 3, 2), (2, 0, 2)], [(0, 5, 1), (1, 9, 2), (2, 2, 1)]):
             rows = PackedRows(cache, [Span(tables[row], at, count) for row, at, count in spans])
-            stack.run(rows, 0, 2, torch.arange(rows.num_tokens) + 3)
+            split.run(rows, 0, 2, torch.arange(rows.num_tokens) + 3)
         assert runner.graphs.num_recorded == 3  # of two calls that fit into one shape there is one recording
         prompt = PackedRows(cache, [Span(tables[0], 0, 30)])
-        stack.run(prompt, 0, 2, torch.arange(30))
+        split.run(prompt, 0, 2, torch.arange(30))
     assert runner.graphs.num_recorded == 3
     rows = PackedRows(cache, [Span(tables[0], 6, 1)])
     assert runner.run(rows, 0, 2, torch.tensor([3])) is None, "where gradients may be wanted, nothing is recorded"
@@ -148,18 +149,18 @@ def test_calls_share_recordings_by_shape_and_nothing_else():
 
 def test_results_are_copies_that_later_replays_leave_alone():
     target = with_runner(Target(build("llama")))
-    stack = target.stack
-    cache = stack.new_cache(4, 16)
+    split = target.split
+    cache = split.new_cache(4, 16)
     pages = cache.reserve(16)
     with torch.inference_mode():
         taps = {1: None, 2: None}
-        first = stack.run(PackedRows(cache, [Span(pages, 0, 2)]), 0, 3, torch.tensor([5, 6]), taps)
+        first = split.run(PackedRows(cache, [Span(pages, 0, 2)]), 0, 3, torch.tensor([5, 6]), taps)
         kept = [one.clone() for one in (first, taps[1], taps[2])]
-        stack.run(PackedRows(cache, [Span(pages, 2, 1)]), 0, 3, torch.tensor([7]))
-        stack.run(PackedRows(cache, [Span(pages, 0, 2)]), 0, 3, torch.tensor([8, 9]), {1: None, 2: None})
+        split.run(PackedRows(cache, [Span(pages, 2, 1)]), 0, 3, torch.tensor([7]))
+        split.run(PackedRows(cache, [Span(pages, 0, 2)]), 0, 3, torch.tensor([8, 9]), {1: None, 2: None})
         other = {2: None}
-        stack.run(PackedRows(cache, [Span(pages, 0, 2)]), 0, 3, torch.tensor([5, 6]), other)
-        plain = stack.run(PackedRows(cache, [Span(pages, 0, 2)]), 0, 3, torch.tensor([5, 6]))
+        split.run(PackedRows(cache, [Span(pages, 0, 2)]), 0, 3, torch.tensor([5, 6]), other)
+        plain = split.run(PackedRows(cache, [Span(pages, 0, 2)]), 0, 3, torch.tensor([5, 6]))
         assert torch.equal(other[2], kept[2]) and torch.equal(plain, kept[0])
         for one, same in zip((first, taps[1], taps[2]), kept, strict=True):
             assert one.isfinite().all() and torch.equal(one, same)
@@ -175,54 +176,93 @@ def test_a_runner_that_disagrees_with_the_model_is_taken_away(caplog, problem):
             raise RuntimeError("no kernel image is available")
         return torch.zeros_like(queries)
 
-    stack = Target(build("llama"), engine="views").stack
-    install(stack, lambda one: runner_of(one, REFERENCE._replace(attend=careless)))
-    assert stack.runner is None
+    split = Target(build("llama"), backend="views").split
+    install(split, lambda one: runner_of(one, REFERENCE._replace(attend=careless)))
+    assert split.runner is None
     assert "decoding from graphs does not serve this model here" in caplog.text
 
 
 def test_a_runner_that_agrees_stays_and_there_is_none_on_the_processor():
-    stack = Target(build("llama"), engine="views").stack
-    assert stack.runner is None
-    install(stack)
-    assert stack.runner is None
-    install(stack, runner_of)
-    assert stack.runner is not None and stack.runner.graphs.num_recorded > 0
+    split = Target(build("llama"), backend="views").split
+    assert split.runner is None
+    install(split)
+    assert split.runner is None
+    install(split, runner_of)
+    assert split.runner is not None and split.runner.graphs.num_recorded > 0
 
 
 @pytest.mark.slow
 def test_the_kernels_themselves_decode_from_recordings():
     """Triton's, in its interpreter: everything but the device."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    prompts, how = (
-        make_prompts([5, 9]),
-        {"max_new_tokens": 2, "temperature": [0.0, 0.9], "top_k": [0, 20], "seed": [0, 7]},
-    )
-    wanted = decode(tiny("llama"), prompts, Always(1, 2), **how)
-    target = with_runner(Target(build("llama"), engine="views"), kernels=triton_kernels())
-    assert [one.tokens for one in decode(target, prompts, Always(1, 2), **how)] == [one.tokens for one in wanted]
-    assert target.stack.runner.graphs.num_recorded > 0
+    prompts = make_prompts([5, 9])
+    params = [SamplingParams(max_tokens=2), SamplingParams(max_tokens=2, temperature=0.9, top_k=20, seed=7)]
+    wanted = decode(tiny("llama"), prompts, Always(1, 2), params)
+    target = with_runner(Target(build("llama"), backend="views"), kernels=triton_kernels())
+    assert tokens_of(decode(target, prompts, Always(1, 2), params)) == tokens_of(wanted)
+    assert target.split.runner.graphs.num_recorded > 0
 
 
 def test_picks_made_by_the_kernel_on_a_device_are_those_of_the_ordinary_engine(monkeypatch):
-    prompts, how = make_prompts([9, 17, 4]), {"max_new_tokens": 14, "temperature": [0.0, 0.8, 1.0], "top_k": [0, 0, 9]}
-    wanted = decode(tiny("llama"), prompts, Schedule(3, 4), seed=[0, 1, 2], **how)
+    prompts, kinds = make_prompts([9, 17, 4]), ({}, {"temperature": 0.8}, {"temperature": 1.0, "top_k": 9})
+    params = [SamplingParams(max_tokens=14, seed=i, **kind) for i, kind in enumerate(kinds)]
+    wanted = decode(tiny("llama"), prompts, Schedule(3, 4), params)
     monkeypatch.setattr("selfspec.executors.picker.pick_for", lambda device: REFERENCE.pick)
-    got = decode(tiny("llama"), prompts, Schedule(3, 4), seed=[0, 1, 2], **how)
-    assert [one.tokens for one in got] == [one.tokens for one in wanted]
+    assert tokens_of(decode(tiny("llama"), prompts, Schedule(3, 4), params)) == tokens_of(wanted)
     assert pick_for(torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize(("exit_layer", "rows"), [slow(2, 1), (LOOKUP, 1), slow(2, 2)])
 def test_drafts_that_no_recording_holds_are_cut(exit_layer, rows):
     """Not run operation by operation, which takes several times as long."""
-    target = with_runner(Target(build("llama"), engine="views"))
+    target = with_runner(Target(build("llama"), backend="views"))
     prompts = [[5, 6, 7, 8] * 12, [9, 8, 7] * 12][:rows]
-    wanted = decode(tiny("llama"), prompts, Always(None, 0), max_new_tokens=40)
-    engine = Engine(target, policy=Always(exit_layer, 30), max_batch_size=rows, max_cached_tokens=256)
-    for prompt in prompts:
-        engine.submit(prompt, max_new_tokens=40)
-    outcome = drain(engine)
-    assert [outcome.completions[i].tokens for i in range(rows)] == [one.tokens for one in wanted]
-    drafted = [len(row.drafted) for one in outcome.rounds for row in one.rows]
-    assert max(drafted) == 15 and target.stack.runner.graphs.num_recorded > 0
+    params = SamplingParams(max_tokens=40)
+    wanted = decode(tiny("llama"), prompts, "plain", params)
+    made = run(target, prompts, Always(exit_layer, 30), params, max_num_seqs=rows, max_num_cached_tokens=256)
+    assert tokens_of(made.outputs) == tokens_of(wanted)
+    drafted = [len(row.drafted) for one in made.rounds for row in one.rows]
+    assert max(drafted) == 15 and target.split.runner.graphs.num_recorded > 0
+
+
+def test_recordings_draft_over_a_part_that_is_ranked_anew_and_over_edited_heads():
+    target, [prompt] = with_runner(Target(build("llama"), backend="views")), make_prompts([9])
+    frequencies, runner = target.split.frequencies, target.split.runner
+
+    def drafted():
+        params = SamplingParams(max_tokens=9)
+        [plain], made = (
+            decode(target, [prompt], "plain", params),
+            run(target, [prompt], Fixed(2, 3, draft_vocab=20), params),
+        )
+        assert made.output("0").token_ids == plain.token_ids
+        return {token for row in made.rows("0") for token in row.drafted}
+
+    assert drafted() <= frequencies.part(20).members
+    before, recorded = frequencies.part(20).version, runner.graphs.num_recorded
+    frequencies.add(list(range(70, 90)) * 50, written=True)
+    later = drafted()
+    assert frequencies.part(20).version > before and later <= frequencies.part(20).members == {*range(70, 90)}
+    assert runner.graphs.num_recorded == recorded, "the same recordings"
+    with torch.no_grad():
+        target.model.lm_head.weight[75] += 9 * target.model.lm_head.weight[80]
+    assert drafted() != later
+    assert runner.graphs.num_recorded == recorded
+
+
+class Held:
+    """Inputs of a recording."""
+
+    def __init__(self, *shared):
+        self.num_bytes, self.shared = 1, shared
+
+
+def test_bytes_that_several_recordings_read_count_once():
+    part, buffer = Held(), torch.zeros(4)
+    part.num_bytes = 1000
+    graphs = Graphs(Tape(num_bytes=10), budget=1040)
+    for key in range(3):
+        graphs.record(key, Held(part), lambda: (buffer + 1,))
+    assert graphs.num_bytes == 1033 and len(graphs) == 3
+    graphs.record(3, Held(), lambda: (buffer + 1,))
+    assert graphs.num_bytes == 1033 and len(graphs) == 3, "over the budget, so that one is dropped"

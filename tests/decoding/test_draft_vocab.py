@@ -46,33 +46,33 @@ def test_drafts_are_tokens_of_the_subset_and_those_of_the_whole_head_where_it_ha
     target = tiny("llama")
     with torch.inference_mode():
         hidden = torch.randn(30, 32)
-        whole = target.stack.logits(hidden, 2)
-        logits, tokens = target.stack.draft_logits(hidden, 2, 33)
+        whole = target.split.logits(hidden, 2)
+        logits, tokens = target.split.draft_logits(hidden, 2, 33)
     assert tokens.tolist() == sorted({*tokens.tolist()}) and len(tokens) == 33
     torch.testing.assert_close(logits, whole[:, tokens], rtol=1e-5, atol=1e-5)
-    assert target.stack.draft_logits(hidden, 2, 96)[1] is None
+    assert target.split.draft_logits(hidden, 2, 96)[1] is None
 
 
 def test_exit_heads_come_before_a_small_head_too():
     target = Target(build("llama"))
     target.exit_heads = ExitHeads([2], 32, 4)
-    torch.nn.init.normal_(target.stack.exit_heads.heads["2"].down)
+    torch.nn.init.normal_(target.split.exit_heads.heads["2"].down)
     hidden = torch.randn(5, 32)
     with torch.inference_mode():
-        logits, tokens = target.stack.draft_logits(hidden, 2, 20)
-        torch.testing.assert_close(logits, target.stack.logits(hidden, 2)[:, tokens], rtol=1e-5, atol=1e-5)
+        logits, tokens = target.split.draft_logits(hidden, 2, 20)
+        torch.testing.assert_close(logits, target.split.logits(hidden, 2)[:, tokens], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["compiled", "views"])
 def test_edited_heads_are_honoured(backend):
     target, hidden = Target(build("llama"), backend=backend), torch.randn(5, 32)
     with torch.inference_mode():
-        before, _ = target.stack.draft_logits(hidden, 2, 20)
+        before, _ = target.split.draft_logits(hidden, 2, 20)
     with torch.no_grad():
         target.model.lm_head.weight.mul_(-2)
-    target.stack.refresh()
+    target.split.refresh()
     with torch.inference_mode():
-        after, _ = target.stack.draft_logits(hidden, 2, 20)
+        after, _ = target.split.draft_logits(hidden, 2, 20)
     torch.testing.assert_close(after, -2 * before, rtol=1e-5, atol=1e-5)
 
 
@@ -81,8 +81,8 @@ def test_a_fixed_exit_drafts_over_an_eighth_where_the_head_weighs_more_than_two_
     assert default_size(49_152, 49_152 * 576, 15_000_000) is None
     assert default_size(32_000, 10**9, 1) is None, "an eighth of a small vocabulary leaves out too much"
     target, [prompt] = Target(build("llama", vocab_size=33_000)), make_prompts([9])
-    assert target.stack.default_draft_vocab == 4125
-    assert tiny("llama").stack.default_draft_vocab is None
+    assert target.split.default_draft_vocab == 4125
+    assert tiny("llama").split.default_draft_vocab is None
     fixed = SpeculativeConfig(exit_layer=2, num_speculative_tokens=3)
     made = run(target, [prompt], fixed, SamplingParams(max_tokens=16))
     assert {round_.plan.draft_vocab for round_ in made.rounds} == {4125}
@@ -162,13 +162,13 @@ def test_an_engine_counts_prompts_and_outputs_and_refuses_an_empty_vocabulary():
     target = Target(build("llama"))
     made = Run(engine_of(target, Always(2, 3, draft_vocab=20)))
     made.add([11, 12, 11], SamplingParams(max_tokens=6))
-    before = target.stack.frequencies.coverage(96)
+    before = target.split.frequencies.coverage(96)
     emitted = made.finish().outputs[0].token_ids
-    assert len(emitted) == 6 and target.stack.frequencies.coverage(96) > before  # of the tokens it has written
+    assert len(emitted) == 6 and target.split.frequencies.coverage(96) > before  # of the tokens it has written
     expected = Frequencies(96)
     expected.add([11, 12, 11, *emitted])
     for size in range(1, 10):
-        assert torch.equal(target.stack.frequencies.top(size), expected.top(size))
+        assert torch.equal(target.split.frequencies.top(size), expected.top(size))
     with pytest.raises(ValueError, match=r"^a plan's draft_vocab must be a whole number of at least 1, got 0$"):
         decode(target, [[3, 4]], Always(2, 3, draft_vocab=0), SamplingParams(max_tokens=4))
 
@@ -208,12 +208,12 @@ def test_what_is_counted_late_is_what_is_counted_at_once(blocks):
 
 def test_the_part_that_is_drafted_over_is_the_one_that_coverage_is_of():
     target, hidden = Target(build("llama")), torch.randn(2, 32)
-    target.stack.frequencies.coverage(20)  # asked for before anything is drafted
+    target.split.frequencies.coverage(20)  # asked for before anything is drafted
     for tokens in ([95, 94], [93] * MANY, [92] * MANY):
-        target.stack.frequencies.add(tokens)
+        target.split.frequencies.add(tokens)
         with torch.inference_mode():
-            drafted = target.stack.draft_logits(hidden, 2, 20)[1].tolist()
-        assert {*drafted} == target.stack.frequencies.part(20).members
+            drafted = target.split.draft_logits(hidden, 2, 20)[1].tolist()
+        assert {*drafted} == target.split.frequencies.part(20).members
     assert {92, 93, 94, 95} <= {*drafted}
 
 
@@ -226,7 +226,7 @@ def test_a_policy_observes_where_no_draft_could_have_been_right(draft_vocab):
         made.add(request(prompt, SamplingParams(max_tokens=20)))
     expected = []
     while made.engine.has_unfinished_requests():
-        members = target.stack.frequencies.part(draft_vocab).members if draft_vocab else range(96)
+        members = target.split.frequencies.part(draft_vocab).members if draft_vocab else range(96)
         for row in [row for round_ in made.step() for row in round_.rows]:
             if row.token_ids:
                 refused = row.num_accepted < len(row.drafted) and len(row.token_ids) > row.num_accepted

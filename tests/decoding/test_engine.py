@@ -228,7 +228,7 @@ def test_the_first_in_line_is_not_overtaken(target):
 )
 def test_a_setting_out_of_range_is_refused_by_name(target, options, sentence):
     with pytest.raises(ValueError, match=sentence):
-        LLMEngine(target.stack, Fixed(2, 3), target.defaults, **options)
+        LLMEngine(target.split, Fixed(2, 3), target.defaults, **options)
 
 
 def test_a_round_has_its_plan_and_where_its_time_went(target):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from selfspec.core import SamplingParams
 from selfspec.loading.target import Target
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 from tests.helpers import (
     Adversary,
     Always,
@@ -134,7 +134,7 @@ def test_a_row_emits_exactly_its_limit_around_the_draft_length_of_four(max_token
 @pytest.mark.parametrize("short", [1, 5])
 def test_a_row_ends_where_the_context_does(family, short):
     target = tiny(family)
-    [prompt] = make_prompts([target.stack.context_limit - short], seed=4)
+    [prompt] = make_prompts([target.split.context_limit - short], seed=4)
     expected = generate(target.model, prompt, short)
     for policy in (Always(None, 0), Always(2, 4), Schedule(0, 4)):
         [done] = decode(target, [prompt], policy, SamplingParams(max_tokens=50))
@@ -195,13 +195,13 @@ def test_drafts_that_are_always_right_are_all_accepted(exit_layer):
 
 
 def test_drafts_that_are_always_wrong_are_all_rejected(monkeypatch):
-    honest = Stack.logits
+    honest = SplitModel.logits
 
     def adversary(self, hidden, exit_layer=None):
         logits = honest(self, hidden, exit_layer)
         return logits if exit_layer is None else -logits
 
-    monkeypatch.setattr(Stack, "logits", adversary)
+    monkeypatch.setattr(SplitModel, "logits", adversary)
     for policy in (Always(1, 4), Always(3, 6), Schedule(0, 4, lookup=False)):
         for one in check_equals_generate(tiny("llama", backend="views"), make_prompts(RAGGED, seed=1), policy):
             assert one.stats.num_accepted_draft_tokens == 0 < one.stats.num_draft_tokens
@@ -242,7 +242,7 @@ def test_kept_logits_are_the_models_own_whatever_the_schedule():
 STORIES = ["Once upon a time, there was a little girl", "The dog", "", "Lily was sad because"]
 
 
-@pytest.mark.parametrize("backend", ["compiled", "views"])
+@pytest.mark.parametrize("backend", ["compiled", slow("views")])
 def test_a_trained_checkpoint_writes_what_generate_writes_and_deeper_exits_are_right_more_often(stories, backend):
     target, rates = Target(stories.model, stories.tokenizer, backend=backend), []
     ids = [stories.tokenizer(text)["input_ids"] for text in STORIES]
@@ -265,4 +265,4 @@ def test_a_text_that_fills_the_context_ends_there(stories):
     made.add(prompt, SamplingParams(max_tokens=200))
     [done] = made.finish().outputs
     assert done.token_ids == generate(stories.model, prompt, 22)
-    assert len(prompt) + len(done.token_ids) == stories.stack.context_limit or done.finish_reason == "stop"
+    assert len(prompt) + len(done.token_ids) == stories.split.context_limit or done.finish_reason == "stop"

@@ -175,7 +175,7 @@ def test_a_temperature_that_is_a_quarter_off_breaks_the_law(monkeypatch):
 def withdraw_the_unsure(self, hidden, members, step, honest=DraftPicker.__call__):
     """Replaces every token that was drafted without confidence."""
     picks, going = honest(self, hidden, members, step)
-    unsure = self._stack.logits(hidden, self._plan.exit_layer).softmax(-1).amax(-1) < 0.5
+    unsure = self._split.logits(hidden, self._plan.exit_layer).softmax(-1).amax(-1) < 0.5
     return picks.masked_fill(unsure, 0), going
 
 

@@ -124,7 +124,7 @@ class Examples:
     def take(self, exit_layer, hidden, logits):
         self.logits += logits
 
-    def follow(self, stack):
+    def follow(self, split):
         pass
 
     def after(self, num_ended, seconds):

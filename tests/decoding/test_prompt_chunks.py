@@ -131,7 +131,7 @@ def test_a_chunk_is_as_large_as_asked_for_where_no_row_waits():
 
 def test_on_the_processor_a_chunk_is_bounded_where_no_bit_depends_on_it(monkeypatch):
     """The clock stands still for rounds, and each prompt token takes a hundredth of a second."""
-    assert chunks_for(Target(build("llama"), backend="views").stack, 512).size() == 512
+    assert chunks_for(Target(build("llama"), backend="views").split, 512).size() == 512
     target = Target(build("llama", max_position_embeddings=1024), backend="compiled")
     prompts, params = make_prompts([5, 600], seed=3), SamplingParams(max_tokens=60)
     run = run_of(target, None, max_num_seqs=2, max_num_cached_tokens=2048)

@@ -40,7 +40,7 @@ NAMES = ["greedy", "temperature", "top-k", "top-p", "penalties", "sampled with p
 @torch.inference_mode()
 def picks_of_every_layer(target, prompt, output, params):
     """layer -> (hits, confidences) for the positions 1, 2, ... of a finished text."""
-    token_ids, layers, picker = [*prompt, *output], range(1, target.stack.num_layers), Picker(target.stack)
+    token_ids, layers, picker = [*prompt, *output], range(1, target.split.num_layers), Picker(target.split)
 
     def penalized(logits):
         held = [(prompt[:at], output[: max(0, at - len(prompt))]) for at in range(1, len(token_ids) + 1)]
@@ -48,12 +48,12 @@ def picks_of_every_layer(target, prompt, output, params):
 
     taps, count = dict.fromkeys(layers), len(token_ids)
     rows = PackedRows(PagedCache(1, count), [Span([0], 0, count)])
-    last = target.stack.run(rows, 0, target.stack.num_layers, torch.tensor(token_ids), taps)
+    last = target.split.run(rows, 0, target.split.num_layers, torch.tensor(token_ids), taps)
     given = [params] * count, range(1, count + 1)
-    own = picker(penalized(target.stack.logits(last)), *given).tokens
+    own = picker(penalized(target.split.logits(last)), *given).tokens
     made = {}
     for layer in layers:
-        picks = picker(penalized(target.stack.logits(taps[layer], layer)), *given, with_confidence=True)
+        picks = picker(penalized(target.split.logits(taps[layer], layer)), *given, with_confidence=True)
         made[layer] = picks.tokens == own, picks.confidences
     return made
 
@@ -106,7 +106,7 @@ def compiled(name):
     model = build("llama", **extra)
     if name == "biased":
         model.lm_head.bias = torch.nn.Parameter(torch.randn(150))
-    return Target(model, backend="compiled").stack
+    return Target(model, backend="compiled").split
 
 
 def some_penalty(ways, vocab, source):
@@ -119,26 +119,26 @@ def some_penalty(ways, vocab, source):
     return Penalty(repetition, seen < 0.3, bias) if bool((repetition != 1).any()) else None
 
 
-def in_one_call(stack, layers, hidden, params, positions, logits, picks, penalty=None):
-    through, num_likely = stack.through_heads(hidden, layers), min(NUM_TOP, logits.shape[1]) - 1
+def in_one_call(split, layers, hidden, params, positions, logits, picks, penalty=None):
+    through, num_likely = split.through_heads(hidden, layers), min(NUM_TOP, logits.shape[1]) - 1
     sampling = packed_params(params)
-    return stack.compiled.shadow_picks(through, sampling, positions, logits, picks, num_likely, stack.others, penalty)
+    return split.compiled.shadow_picks(through, sampling, positions, logits, picks, num_likely, split.others, penalty)
 
 
-def probed(stack, num_layers, ways, seed, spoil=None):
+def probed(split, num_layers, ways, seed, spoil=None):
     """What a compiled call and torch's operations say of the same layers: (hits, sure) of each."""
     source = torch.Generator().manual_seed(seed)
-    last = torch.randn(len(ways), stack.config.hidden_size, generator=source, dtype=torch.float32)
+    last = torch.randn(len(ways), split.config.hidden_size, generator=source, dtype=torch.float32)
     hidden = torch.randn(len(ways), num_layers, last.shape[1], generator=source, dtype=torch.float32).transpose(0, 1)
     hidden = hidden + 2 * last  # which often picks as the last does
-    logits, positions, picker = stack.logits(last), range(7, 7 + len(ways)), Picker(stack)
+    logits, positions, picker = split.logits(last), range(7, 7 + len(ways)), Picker(split)
     penalty = some_penalty(ways, logits.shape[1], source)
     logits = logits if penalty is None else penalty.applied(logits)
     judged = picker(logits, ways, positions).tokens
     if spoil is not None:
         hidden[0, 0, 3] = logits[0, 5] = spoil
-    given = stack, range(1, 1 + num_layers), hidden, ways, positions, logits, judged, penalty
-    return in_one_call(*given), by_torch(*given)
+    given = split, range(1, 1 + num_layers), hidden, ways, positions, logits, judged
+    return in_one_call(*given, penalty), by_torch(*given, penalty=penalty)
 
 
 @given(
@@ -179,11 +179,11 @@ def test_what_is_no_number_spoils_no_more_than_its_own_layer(spoil):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @torch.inference_mode()
 def test_probes_are_the_same_whatever_torch_makes_by_default(dtype):
-    stack = compiled("large")
-    Picker(stack)
+    split = compiled("large")
+    Picker(split)
     torch.set_default_dtype(dtype)
     try:
-        (hits, sure), (wanted, wanted_sure) = probed(stack, 3, [GREEDY] * 4, 0)
+        (hits, sure), (wanted, wanted_sure) = probed(split, 3, [GREEDY] * 4, 0)
     finally:
         torch.set_default_dtype(torch.float32)
     torch.testing.assert_close(sure, wanted_sure.float(), atol=1e-2, rtol=0)
@@ -193,28 +193,28 @@ def test_probes_are_the_same_whatever_torch_makes_by_default(dtype):
 @torch.inference_mode()
 def test_a_head_that_was_put_elsewhere_in_memory_is_followed():
     model = build("llama", vocab_size=300)
-    stack = Target(model, backend="compiled").stack
-    given = stack, Picker(stack), (1, 2), torch.randn(2, 4, 32), SAMPLINGS, range(4)
-    logits = stack.logits(torch.randn(4, 32))
+    split = Target(model, backend="compiled").split
+    given = split, Picker(split), (1, 2), torch.randn(2, 4, 32), SAMPLINGS, range(4)
+    logits = split.logits(torch.randn(4, 32))
     wanted = shadow_picks(*given, logits, logits.argmax(-1))
     model.lm_head.weight.data = model.lm_head.weight.data.t().contiguous().t()
-    assert in_one_call(stack, *given[2:], logits, logits.argmax(-1)) is None
+    assert in_one_call(split, *given[2:], logits, logits.argmax(-1)) is None
     found = shadow_picks(*given, logits, logits.argmax(-1))
     np.testing.assert_allclose(found.confidences, wanted.confidences, atol=1e-4)
     assert (found.hits == wanted.hits).all()
 
 
 def test_probes_with_exit_heads_go_through_them_in_a_compiled_call_too():
-    stack = compiled("large")
+    split = compiled("large")
     hidden, last = torch.randn(2, 5, 96), torch.randn(5, 96)
-    logits = stack.logits(last)
+    logits = split.logits(last)
     given = (1, 2), hidden, [GREEDY] * 5, range(5), logits, logits.argmax(-1)
-    plain = in_one_call(stack, *given)[1]
-    stack.exit_heads = some_heads((1, 2), width=96)
+    plain = in_one_call(split, *given)[1]
+    split.exit_heads = some_heads((1, 2), width=96)
     try:
-        hits, sure = in_one_call(stack, *given)
-        wanted, wanted_sure = by_torch(stack, *given)
+        hits, sure = in_one_call(split, *given)
+        wanted, wanted_sure = by_torch(split, *given)
     finally:
-        stack.exit_heads = None
+        split.exit_heads = None
     torch.testing.assert_close(sure, wanted_sure, atol=1e-4, rtol=0)
     assert torch.equal(hits, wanted) and not torch.allclose(sure, plain, atol=1e-3)

@@ -158,7 +158,7 @@ class Scene:
 
     def __init__(self, llm, prompts, lengths):
         self.llm, self.prompts, self.lengths = llm, prompts, lengths
-        self.num_layers = llm.target.stack.num_layers
+        self.num_layers = llm.target.split.num_layers
         self.costs = made_up_costs(self.num_layers)
         self.known = {}
 

@@ -17,8 +17,8 @@ from eval.config import FOLDER
 from eval.gpu import Cell, GpuConfig, Rows, Shape, cells_of, counted, figures, measure_in_process, run, sizes_of
 from eval.models import with_policy
 from eval.synthetic import synthetic_target
-from selfspec.configuration import read_config
 from tests.slow import slow
+from train.configuration import read_config
 
 SMALL = str(FOLDER / "gpu_small.yaml")
 LARGE_VOCABULARY = {"vocab_size": 32768}  # `fixed` drafts over an eighth of it
@@ -95,7 +95,7 @@ def test_a_rate_counts_steps_of_full_batches_also_where_rows_end_before_the_meas
 @pytest.mark.parametrize("shape", [{}, slow(LARGE_VOCABULARY)], ids=["tiny", "large vocabulary"])
 def test_a_rate_has_the_acceptance_that_its_target_promises(shape):
     target = synthetic_target("tiny", temperature=gpu.TEMPERATURE, **shape)
-    assert target.stack.default_draft_vocab == (4096 if shape else None)
+    assert target.split.default_draft_vocab == (4096 if shape else None)
     llm = with_policy(target.llm, policy="fixed", exit_layer=1, num_speculative_tokens=4)
     done = gpu.Counts()
     for seconds, rounds, held in Rows(llm, 8, 256, 120, ticks()).full_steps():
@@ -125,7 +125,7 @@ def test_a_profile_is_counted_without_the_hosts_time():
 def test_sizes_are_those_of_the_weights(tied):
     target = synthetic_target("tiny", acceptance=None, tie_word_embeddings=tied)
     sizes, head = sizes_of(target), 1024 * 64 * 4
-    weights = sum(p.nbytes for p in target.stack.model.parameters())
+    weights = sum(p.nbytes for p in target.split.model.parameters())
     assert sizes["head_bytes"] == head and weights - sizes["read_bytes"] == (0 if tied else head)
     assert sizes["kv_bytes_per_token"] == 2 * 2 * 16 * 8 * 4
     assert sizes["draft_head_bytes"] == sizes["head_bytes"]

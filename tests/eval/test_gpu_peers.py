@@ -14,7 +14,7 @@ from eval import gpu
 from eval.__main__ import main
 from eval.config import FOLDER
 from eval.gpu_peers import FILE, folder_rate, read_peer
-from selfspec.configuration import read_config
+from train.configuration import read_config
 
 WRITES = """
 import json, sys

@@ -157,7 +157,7 @@ def test_trace_files_include_statistics_and_replay_can_ignore_them(folder, confi
         return rows_of(capsys, *shown, *costs, *given)["adaptive:exit"]["mean"]
 
     before = mean()
-    path = store_prior(folder, open_llm(str(folder)).target.stack, sure_of(1))
+    path = store_prior(folder, open_llm(str(folder)).target.split, sure_of(1))
     try:
         stored = mean("--record-traces", kept)
     finally:

@@ -72,7 +72,7 @@ def both(folder):
     from eval.harness import SelfSpecLM
 
     llm = open_llm(folder)
-    model, tokenizer = llm.target.stack.model, llm.tokenizer
+    model, tokenizer = llm.target.split.model, llm.tokenizer
     theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2)
     return theirs, SelfSpecLM(model, tokenizer=tokenizer, batch_size=2, policy="fixed:2,3")
 

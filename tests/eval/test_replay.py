@@ -24,7 +24,7 @@ SETTINGS = [ALONE, TOGETHER, *SAMPLED]
 
 
 IDS = ["greedy", "greedy, batch", "sampled", "sampled, batch"]
-TEXTS = ["def add(a, b):\n    return", "for name in names:\n    if name", "class Stack:\n    def __init__(self"]
+TEXTS = ["def add(a, b):\n    return", "for name in names:\n    if name", "class SplitModel:\n    def __init__(self"]
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,7 @@ def test_method_names_are_parsed():
 @pytest.mark.parametrize("name", ["transformers", "transformers:early_exit:2", "transformers:prompt_lookup:3"])
 def test_transformers_methods_restore_the_model_even_after_a_timeout(name):
     llm = tiny_llm()
-    model = llm.target.stack.model
+    model = llm.target.split.model
     before, layers = model.generation_config, model.config.num_hidden_layers
     method = Transformers(llm, parse_method(name), frozenset(), 0.0, 60.0)
     turn = method(prompt([5, 6, 7]))

@@ -79,11 +79,11 @@ def test_acceptance_is_the_share_of_output_tokens_that_a_layer_picks(run, out, m
     ids = [int(i) for i in llm.tokenizer(QUESTIONS[0]["turns"][0])["input_ids"]]
     (done,) = decode(llm, [ids], 12)
     tokens = torch.tensor([[*ids, *done.token_ids]])
-    states = target.stack.model(tokens, output_hidden_states=True).hidden_states
+    states = target.split.model(tokens, output_hidden_states=True).hidden_states
     found = study(out, "acceptance")
     assert found["num_tokens"] == 12
     for layer, each in enumerate(found["exits"], 1):
-        picks = target.stack.model.lm_head(target.stack.model.model.norm(states[layer]))[0].argmax(-1)
+        picks = target.split.model.lm_head(target.split.model.model.norm(states[layer]))[0].argmax(-1)
         right = [int(picks[i - 1]) == int(tokens[0, i]) for i in range(len(ids), len(ids) + 12)]
         assert each["joint"][0] == pytest.approx(sum(right) / 12)
         pairs = [a and b for a, b in pairwise(right)]

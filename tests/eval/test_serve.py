@@ -20,10 +20,10 @@ from eval.serve_simulate import SimulatedServer
 from eval.serve_synthetic import GPUS, acceptance_of, gpu_costs, synthetic_traces
 from eval.synthetic import config_of
 from eval.traces import save
-from selfspec.configuration import read_config
 from selfspec.control.costs import Costs
 from tests.eval.openai_server import serving
 from tests.eval.replays import made_up_costs, random_trace
+from train.configuration import read_config
 
 LAYERS = 8
 

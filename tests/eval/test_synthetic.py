@@ -43,7 +43,7 @@ def plain(target):
 
 def accepted(target, exit_layer, tokens=64):
     """Acceptance while decoding: accepted tokens over judged drafted tokens."""
-    prompts = random_prompts(target.stack.vocab_size, 4, 20)
+    prompts = random_prompts(target.split.vocab_size, 4, 20)
     settings = {"policy": "fixed", "exit_layer": exit_layer, "num_speculative_tokens": 4}
     llm = with_policy(target.llm, max_num_seqs=4, **settings)
     done = decode(llm, prompts, tokens, temperature=target.made.temperature, seeds=range(4))
@@ -83,7 +83,7 @@ def test_agreement_is_the_share_of_equal_samples_with_the_same_noise(seed):
 def test_texts_use_the_tokens_of_the_default_draft_vocabulary(tied, temperature):
     vocab = {"vocab_size": 36000, "tie_word_embeddings": tied}
     target = synthetic_target("tiny", temperature=temperature, **vocab)
-    assert text_tokens(36000) == target.stack.default_draft_vocab == 4500
+    assert text_tokens(36000) == target.split.default_draft_vocab == 4500
     prompts = random_prompts(36000, 4, 20)
     done = decode(plain(target), prompts, 100, temperature=temperature, seeds=range(4))
     tokens = [token for one in done for token in one.token_ids]
@@ -105,7 +105,7 @@ def test_later_exits_are_right_at_least_as_often_and_earlier_ones_rarely():
 @given(st.integers(0, 1000))
 def test_outputs_do_not_repeat(seed):
     target = synthetic_target("tiny", seed=seed, exit_layer=1)
-    prompts = random_prompts(target.stack.vocab_size, 2, 24, seed)
+    prompts = random_prompts(target.split.vocab_size, 2, 24, seed)
     for done in decode(plain(target), prompts, 80):
         threes = list(zip(done.token_ids, done.token_ids[1:], done.token_ids[2:], strict=False))
         assert len(set(threes)) > 0.95 * len(threes)
@@ -114,10 +114,10 @@ def test_outputs_do_not_repeat(seed):
 
 def test_the_same_seed_makes_the_same_target_and_another_seed_another():
     one, two, other = (synthetic_target("tiny", seed=seed) for seed in (3, 3, 4))
-    pairs = zip(one.stack.model.parameters(), two.stack.model.parameters(), strict=True)
+    pairs = zip(one.split.model.parameters(), two.split.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     assert one.made == two.made
-    assert not torch.equal(one.stack.model.lm_head.weight, other.stack.model.lm_head.weight)
+    assert not torch.equal(one.split.model.lm_head.weight, other.split.model.lm_head.weight)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -139,7 +139,7 @@ def test_a_configuration_file_is_a_shape_too(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     for shape in (tmp_path, tmp_path / "config.json", config):
         target = synthetic_target(shape, acceptance=None)
-        assert target.stack.num_layers == 3
+        assert target.split.num_layers == 3
         assert (target.made.scale, target.made.exit_layer) == (1.0, 1)
         assert target.about()["synthetic"] is True
 

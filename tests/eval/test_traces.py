@@ -29,8 +29,8 @@ def test_hits_are_the_accepted_drafts_of_one_token_at_every_position(temperature
     """Outputs of two tokens from growing prompts: one round, whose draft is the layer's pick of the first token."""
     llm, (prompt,) = tiny_llm(), make_prompts((37,))
     (done,) = decode(llm, [prompt], 40, temperature=temperature, seeds=3)
-    trace = record(llm.target.stack, prompt, done.token_ids, SamplingParams(temperature=temperature, seed=3))
-    for e in range(1, llm.target.stack.num_layers):
+    trace = record(llm.target.split, prompt, done.token_ids, SamplingParams(temperature=temperature, seed=3))
+    for e in range(1, llm.target.split.num_layers):
         accepted = []
         for i in range(len(done.token_ids)):
             rounds = []
@@ -45,7 +45,7 @@ def test_hits_are_the_accepted_drafts_of_one_token_at_every_position(temperature
 def test_confidences_after_a_wrong_token_are_recorded():
     llm, (prompt,) = tiny_llm(), make_prompts((9,))
     (done,) = decode(llm, [prompt], 30)
-    trace = record(llm.target.stack, prompt, done.token_ids, wrong_steps=5)
+    trace = record(llm.target.split, prompt, done.token_ids, wrong_steps=5)
     assert trace.wrong.shape == (3, 30, 5)
     assert np.isnan(trace.wrong[trace.hits]).all()
     assert ((trace.wrong[~trace.hits] > 0) & (trace.wrong[~trace.hits] <= 1)).all()
@@ -55,9 +55,9 @@ def test_confidences_after_a_wrong_token_are_recorded():
 
 def test_at_the_end_of_the_context_nothing_is_recorded_beyond_it():
     llm, (prompt,) = tiny_llm(), make_prompts((100,))
-    limit = llm.target.stack.context_limit
+    limit = llm.target.split.context_limit
     (done,) = decode(llm, [prompt], limit)
-    trace = record(llm.target.stack, prompt, done.token_ids)
+    trace = record(llm.target.split, prompt, done.token_ids)
     assert len(trace.tokens) == limit - 100
     for i in range(len(trace.tokens)):
         known = (~np.isnan(trace.wrong[:, i])).sum(1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from selfspec.control.adaptive import Adaptive
@@ -80,7 +80,8 @@ def check(kind: str, seed: int, policy: Policy, made: Target | None = None, audi
             audit_cache(engine)
 
     run = Checked(engine_of(kind, policy, made, max_num_seqs=most, prefill_chunk=25, **texts), audited)
-    waiting = dice.sample(range(NUM_REQUESTS if dice.random() < 0.6 else len(LENGTHS)), 5)
+    several = range(NUM_REQUESTS if dice.random() < 0.6 else len(LENGTHS))
+    waiting = dice.sample(several, 3 if kind in RECORDED else 5)  # each shape of a round is recorded
     asked: dict[str, int] = {}
     doomed: list[str] = []
     while waiting or run.engine.has_unfinished_requests():
@@ -208,7 +209,7 @@ def test_compiled_plans_choose_among_all_texts_as_python_does(corpus: Datastore)
     assert {source for source, match, *_ in outcomes[True] if match} == set(SOURCES)
 
 
-@every_executor
+@most_executors
 def test_only_finished_responses_are_kept(kind: str) -> None:
     responses, (request, wanted) = Responses(), plain(kind, 7)
     run = Run(engine_of(kind, Always(LOOKUP, 4), responses=responses))
@@ -282,7 +283,6 @@ def threads() -> Any:
     torch.set_num_threads(before)
 
 
-@settings(max_examples=16)
 @given(
     seed=st.integers(0, 1 << 16),
     num_rows=st.integers(1, 6),
@@ -360,7 +360,7 @@ def test_large_vocabularies_are_picked_from_by_all_threads_and_keep_noise_of_som
 def test_exact_mode_gives_the_bits_of_plain_decoding() -> None:
     """Compiled layers compute a token's logits by the same operations in every batch."""
     made = Target(rounded(build("llama")).bfloat16(), backend="compiled")
-    assert made.refresh(exact=True) is made.stack
+    assert made.refresh(exact=True) is made.split
     params = [SamplingParams(max_tokens=14, seed=i, logprobs=2, **own) for i, own in enumerate(({}, *PENALTIES[:3]))]
     params += [SamplingParams(max_tokens=14, seed=7, temperature=0.9, top_k=40, top_p=0.9)]
     asked = [Request(p, own, keep_logits=True) for p, own in zip(make_prompts([9, 40, 17, 1, 33]), params, strict=True)]
@@ -392,7 +392,7 @@ def test_a_model_without_compiled_or_fused_layers_has_no_exact_mode():
 # ------------------------------------------------------------------------------------------------------ when plans end
 
 
-@every_executor
+@most_executors
 @pytest.mark.parametrize("exit_layer", [None, LOOKUP, 2])
 def test_a_plan_runs_at_least_one_round_and_none_after_its_deadline(kind: str, exit_layer: int | None) -> None:
     run = Run(engine_of(kind, Always(exit_layer, 3, num_rounds=40), max_step_seconds=0.0))
@@ -404,7 +404,7 @@ def test_a_plan_runs_at_least_one_round_and_none_after_its_deadline(kind: str, e
     assert_same(run.finish().outputs[0], wanted)
 
 
-@every_executor
+@most_executors
 def test_a_layer_that_was_to_draft_nothing_is_not_what_drafted(kind: str) -> None:
     policy, (request, wanted) = Always(2, 0, num_rounds=9), plain(kind, 3)
     run = Run(engine_of(kind, policy))
@@ -414,7 +414,7 @@ def test_a_layer_that_was_to_draft_nothing_is_not_what_drafted(kind: str) -> Non
 
 
 @every_executor
-@pytest.mark.parametrize("num_rounds", [1, 3, 1000])
+@pytest.mark.parametrize("num_rounds", [3, 1000])
 def test_a_plan_ends_with_its_last_round_or_with_that_of_a_row(kind: str, num_rounds: int) -> None:
     run = Run(engine_of(kind, Always(3, 2, num_rounds=num_rounds)))
     for at in (0, 3, 7):

@@ -17,7 +17,7 @@ from selfspec.executors.cuda.rounds import RecordedRounds
 from selfspec.executors.eager import EagerExecutor
 from selfspec.kernels import compiled_call
 from selfspec.model.draft_vocabulary import Frequencies
-from tests.executors.requests import RECORDED, assert_same, engine_of, every_executor, most_executors, plain
+from tests.executors.requests import RECORDED, assert_same, engine_of, most_executors, plain
 from tests.executors.test_conformance import Both
 from tests.helpers import Always, Run, make_prompts, request
 from tests.helpers import engine_of as engine_on
@@ -39,7 +39,7 @@ class Fails:
         return False if scores is None else scores
 
 
-@every_executor
+@most_executors
 @pytest.mark.parametrize("name", ["processor", "criterion"])
 @pytest.mark.parametrize("problem", [RuntimeError, KeyboardInterrupt])
 def test_what_a_callers_code_raises_in_a_later_round_costs_no_other_row_a_token(kind, name, problem):
@@ -101,7 +101,7 @@ def test_an_interrupt_after_a_call_whose_result_is_lost_costs_no_token(kind, pro
         assert_same(output, wanted)
 
 
-@every_executor
+@most_executors
 @pytest.mark.parametrize(("owner", "name"), [(Sequence, "append"), (Frequencies, "add"), (SpecStats, "add_round")])
 def test_a_row_that_is_interrupted_while_it_takes_its_last_tokens_is_aborted_alone(kind, owner, name, monkeypatch):
     """Were it to go on, it would have no capacity, and write where others do."""

@@ -114,9 +114,9 @@ def test_faults_around_every_executor_are_noticed(monkeypatch, kind, owner, name
 # ------------------------------------------------------------------------------------------------- the eager executor
 
 
-def last_early_pass_skipped(stack, cache, rows, tokens, exit_layer, choose, tapped=(), branches=None):
+def last_early_pass_skipped(split, cache, rows, tokens, exit_layer, choose, tapped=(), branches=None):
     """As if the last drafted token had not been through the early layers: its early keys and values stay empty."""
-    draft = draft_by_exit(stack, cache, rows, tokens, exit_layer, choose, tapped)
+    draft = draft_by_exit(split, cache, rows, tokens, exit_layer, choose, tapped)
     for row, drafted in zip(rows, draft.lengths, strict=True):
         at = row.position + drafted
         for layer in range(exit_layer if drafted else 0):
@@ -125,9 +125,9 @@ def last_early_pass_skipped(stack, cache, rows, tokens, exit_layer, choose, tapp
     return draft
 
 
-def exit_changed_in_mid_round(stack, cache, rows, tokens, exit_layer, choose, tapped=(), branches=None):
+def exit_changed_in_mid_round(split, cache, rows, tokens, exit_layer, choose, tapped=(), branches=None):
     """Drafted one layer earlier than verification carries on."""
-    return draft_by_exit(stack, cache, rows, tokens, max(1, exit_layer - 1), choose, ())
+    return draft_by_exit(split, cache, rows, tokens, max(1, exit_layer - 1), choose, ())
 
 
 def left_where_they_are(cache, rows, verdicts):

@@ -5,20 +5,23 @@ The kernels themselves are compared with their twins in `test_kernels.py`.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from selfspec.decoding.engine import Engine
+from selfspec import SamplingParams
 from selfspec.model.attention import Reach
 from selfspec.model.attention_backends import importable
 from selfspec.model.kv_cache import PackedRows, Span
 from tests.cuda.standin import with_runner
-from tests.helpers import Always, Schedule, decode, make_prompts
+from tests.helpers import Always, Run, Schedule, decode, engine_of, make_prompts, tokens_of
 from tests.model.test_backends import check, packed_call
 from tests.models import FAMILIES, GROUPED, build
 from tests.target import Target
 
 PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SAMPLINGS = ({}, {"temperature": 0.8, "seed": 2}, {"temperature": 1.0, "top_p": 0.9, "seed": 3})
 HALF = {"cpu": torch.float32, "cuda": torch.bfloat16}
 CALLS = (  # (row, first position, tokens)
     [(0, 0, 30), (1, 0, 50), (2, 0, 10)],
@@ -35,7 +38,7 @@ def targets(family, place, dtype=torch.float32):
     recorded, eager = Target(model), Target(model, graphs=False)
     if place == "cpu":
         with_runner(recorded)
-    assert recorded.stack.runner is not None and eager.stack.runner is None
+    assert recorded.split.runner is not None and eager.split.runner is None
     return recorded, eager
 
 
@@ -45,13 +48,12 @@ def targets(family, place, dtype=torch.float32):
 def test_speculation_from_recordings_is_plain_decoding(place, family):
     recorded, eager = targets(family, place)
     prompts = make_prompts([5, 23, 40])
-    how = {"max_new_tokens": 24, "temperature": [0.0, 0.8, 1.0], "seed": [1, 2, 3], "top_p": [1.0, 1.0, 0.9]}
-    plain = decode(eager, prompts, Always(None, 0), **how)
+    params = [SamplingParams(max_tokens=24, **one) for one in SAMPLINGS]
+    plain = tokens_of(decode(eager, prompts, "plain", params))
     for target in (recorded, eager):
-        spoken = decode(target, prompts, Schedule(1, 4), engine={"page_size": 64}, **how)
-        assert [one.tokens for one in spoken] == [one.tokens for one in plain]
+        assert tokens_of(decode(target, prompts, Schedule(1, 4), params, page_size=64)) == plain
     # In float32 torch groups the products of experts on the host, which no graph can hold.
-    assert recorded.stack.runner.refused == ("aten._grouped_mm.default" if family in GROUPED else None)
+    assert recorded.split.runner.refused == ("aten._grouped_mm.default" if family in GROUPED else None)
 
 
 @on_places
@@ -59,11 +61,10 @@ def test_speculation_from_recordings_is_plain_decoding(place, family):
 def test_programs_of_several_rounds_are_plain_decoding(place, exit_layer, longest, least):
     recorded, eager = targets("llama", place)
     prompts = make_prompts([5, 23, 40])
-    how = {"max_new_tokens": [24, 9, 31], "temperature": [0.0, 0.8, 1.0], "seed": [1, 2, 3], "top_p": [1.0, 1.0, 0.9]}
-    plain = decode(eager, prompts, Always(None, 0), **how)
+    params = [SamplingParams(max_tokens=n, **one) for n, one in zip((24, 9, 31), SAMPLINGS, strict=True)]
+    plain = tokens_of(decode(eager, prompts, "plain", params))
     policy = Always(exit_layer, longest, least, num_rounds=99)
-    spoken = decode(recorded, prompts, policy, engine={"page_size": 64, "burst": 60.0}, **how)
-    assert [one.tokens for one in spoken] == [one.tokens for one in plain]
+    assert tokens_of(decode(recorded, prompts, policy, params, page_size=64, max_step_seconds=math.inf)) == plain
 
 
 def fix_routes(model):
@@ -80,18 +81,18 @@ def fix_routes(model):
                 module.bias[module.top_k :] -= 20  # several times what the router's products differ by
 
 
-def layer_outputs(stack, place, cuts=((0, 2), (2, 4))):
+def layer_outputs(split, place, cuts=((0, 2), (2, 4))):
     """What the layers make of `CALLS`, `[tokens, hidden]` in float32."""
     made = []
     with torch.inference_mode():
-        cache = stack.new_cache(8, 64)
+        cache = split.new_cache(8, 64)
         pages = [cache.reserve(128) for _ in range(3)]
         tokens = torch.arange(90, device=place) % 90 + 3
         for at in CALLS:
             rows = PackedRows(cache, [Span(pages[row], first, count) for row, first, count in at], place)
             hidden = tokens[: rows.num_tokens]
             for low, high in cuts:
-                hidden = stack.run(rows, low, high, hidden)
+                hidden = split.run(rows, low, high, hidden)
             made.append(hidden.float())
     return torch.cat(made)
 
@@ -106,10 +107,10 @@ def assert_same_layers(got, wanted, dtype):
 def test_layers_from_a_recording_are_layers_run_eagerly(place, family):
     dtype = torch.bfloat16 if family in GROUPED else HALF[place]
     recorded, eager = targets(family, place, dtype)
-    recorded.stack.compiled = eager.stack.compiled = None
+    recorded.split.compiled = eager.split.compiled = None
     fix_routes(eager.model)  # both targets', which have one model
-    assert_same_layers(layer_outputs(recorded.stack, place), layer_outputs(eager.stack, place), dtype)
-    assert recorded.stack.runner.graphs.num_recorded >= 6
+    assert_same_layers(layer_outputs(recorded.split, place), layer_outputs(eager.split, place), dtype)
+    assert recorded.split.runner.graphs.num_recorded >= 6
 
 
 @on_places
@@ -127,35 +128,32 @@ def test_every_importable_backend_keeps_the_contract(place, reach):
 def test_not_a_number_in_rejected_slots_changes_nothing(place):
     recorded, eager = targets("llama", place)
     prompts = make_prompts([5, 23])
-    wanted = decode(eager, prompts, Always(None, 0), max_new_tokens=20)
-    engine = Engine(recorded, policy=Schedule(4, 4), max_batch_size=2, max_cached_tokens=256, page_size=64)
-    example = torch.ones(1, 2, 8, device=place)
+    params = SamplingParams(max_tokens=20)
+    wanted = tokens_of(decode(eager, prompts, "plain", params))
+    made = Run(engine_of(recorded, Schedule(4, 4), max_num_seqs=2, max_num_cached_tokens=256, page_size=64))
     for prompt in prompts:
-        engine.submit(prompt, max_new_tokens=20)
-    tokens = {0: [], 1: []}
-    while engine.has_work:
-        for row in [row for round_ in engine.step() for row in round_.rows]:
-            tokens[row.request_id] += row.tokens
+        made.add(prompt, params)
+    engine, example = made.engine, torch.ones(1, 2, 8, device=place)
+    while engine.has_unfinished_requests():
+        made.step()
         with torch.inference_mode():
-            for row in engine.rows:
-                if row.num_cached < len(row.content) - 1:
-                    continue
+            for row in [row for row in engine.running if row.is_prefilled]:
                 for position in range(row.num_cached, 64 * len(row.pages)):
                     for layer in range(4):
                         for pages in engine.cache.layer(layer, example, example):
                             pages[row.pages[position // 64], position % 64] = float("nan")
-    assert [tokens[0], tokens[1]] == [one.tokens for one in wanted]
+    assert tokens_of(made.outputs) == wanted
 
 
 @on_places
 def test_a_second_call_records_nothing(place):
     recorded, _ = targets("llama", place)
     prompts = make_prompts([5, 23])
-    first = recorded.generate(prompts, exit_layer=2, num_draft_tokens=3, max_new_tokens=16)
-    count = recorded.stack.runner.graphs.num_recorded
-    again = recorded.generate(prompts, exit_layer=2, num_draft_tokens=3, max_new_tokens=16)
-    assert [one.tokens for one in again] == [one.tokens for one in first]
-    assert recorded.stack.runner.graphs.num_recorded == count > 0
+    first = recorded.generate(prompts, exit_layer=2, num_speculative_tokens=3, max_tokens=16)
+    count = recorded.split.runner.graphs.num_recorded
+    again = recorded.generate(prompts, exit_layer=2, num_speculative_tokens=3, max_tokens=16)
+    assert tokens_of(again) == tokens_of(first)
+    assert recorded.split.runner.graphs.num_recorded == count > 0
 
 
 @pytest.mark.gpu
@@ -170,6 +168,6 @@ def test_the_backend_is_chosen_by_measurement_and_named(dtype):
 @pytest.mark.gpu
 def test_memory_that_recordings_keep_is_counted():
     recorded, _ = targets("llama", "cuda", torch.bfloat16)
-    recorded.generate(make_prompts([5, 23]), exit_layer=2, num_draft_tokens=3, max_new_tokens=16)
-    graphs = recorded.stack.runner.graphs
+    recorded.generate(make_prompts([5, 23]), exit_layer=2, num_speculative_tokens=3, max_tokens=16)
+    graphs = recorded.split.runner.graphs
     assert 0 < graphs.num_bytes < graphs.budget

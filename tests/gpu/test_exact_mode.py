@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from eval.synthetic import random_prompts, synthetic_target
-from selfspec.decoding.engine import Engine
-from tests.cuda.standin import EXACT, MOST_TOKENS, with_runner
-from tests.helpers import Schedule, ShortBlocks, drain
+from tests.cuda.standin import EXACT, MOST_TOKENS, ShortBlocks, with_runner
+from tests.cuda.test_exact import run
+from tests.helpers import Schedule, tokens_of
 from tests.slow import slow
 from tests.target import Target
 
@@ -22,30 +22,25 @@ def target_of(place, width, dtype):
     sizes = {"num_attention_heads": width // 64, "num_key_value_heads": width // 128}
     made = synthetic_target("tiny", dtype=dtype, device=place, hidden_size=width, intermediate_size=3 * width, **sizes)
     if place == "cuda":
-        return Target(made.stack.model)
-    return with_runner(ShortBlocks(made.stack.model, engine="views"), kernels=EXACT, packing="copy")
+        return Target(made.split.model)
+    return with_runner(ShortBlocks(made.split.model, backend="views"), kernels=EXACT, packing="copy")
 
 
 def prompts_of(target, place, count):
-    return random_prompts(target.stack.vocab_size, count, MOST_TOKENS // 2 if place == "cpu" else 300)
+    return random_prompts(target.split.vocab_size, count, MOST_TOKENS // 2 if place == "cpu" else 300)
 
 
 @pytest.mark.parametrize(("place", "width", "dtype"), CASES)
 def test_random_plans_give_the_bits_of_plain_decoding(place, width, dtype):
     target = target_of(place, width, dtype)
-    runner = target.exact_stack.runner
+    runner = target.exact_split.runner
     prompts = prompts_of(target, place, 5)
-    options = {"max_new_tokens": NEW, "keep_logits": True}
-    plain = [target.generate([prompt], policy="plain", exact=True, **options)[0] for prompt in prompts]
+    plain = [run(target, [prompt], "plain", 1, True, i)[0] for i, prompt in enumerate(prompts)]
     for seed in range(3):
-        policy, room = Schedule(seed, 8), {"max_batch_size": 1 + 2 * seed, "max_cached_tokens": 2048}
-        engine = Engine(target, policy=policy, exact=True, **room)
-        for prompt in prompts:
-            engine.submit(prompt, **options)
-        done = drain(engine).completions
-        for i, wanted in enumerate(plain):
-            assert done[i].tokens == wanted.tokens
-            assert all(torch.equal(a, b) for a, b in zip(done[i].logits, wanted.logits, strict=True))
+        done = run(target, prompts, Schedule(seed, 8), 1 + 2 * seed, True)
+        for one, wanted in zip(done, plain, strict=True):
+            assert one.completion_token_ids == wanted.completion_token_ids
+            assert all(torch.equal(a, b) for a, b in zip(one.logits, wanted.logits, strict=True))
     assert runner.refused is None and runner.graphs.num_recorded > 0
 
 
@@ -55,7 +50,7 @@ def test_whole_rounds_emit_the_tokens_of_plain_decoding(place):
     target = target_of(place, 128, torch.bfloat16)
     count = 4 if place == "cpu" else 12
     prompts = prompts_of(target, place, count)
-    wanted = [target.generate([one], policy="plain", exact=True, max_new_tokens=NEW)[0].tokens for one in prompts]
+    wanted = [target.generate([one], policy="plain", exact=True, max_tokens=NEW)[0].token_ids for one in prompts]
     for batch in (1, 4, count):
-        how = {"exit_layer": 1, "num_draft_tokens": 4, "exact": True, "max_batch_size": batch}
-        assert [one.tokens for one in target.generate(prompts, max_new_tokens=NEW, **how)] == wanted
+        how = {"exit_layer": 1, "num_speculative_tokens": 4, "exact": True, "max_num_seqs": batch}
+        assert tokens_of(target.generate(prompts, max_tokens=NEW, **how)) == wanted

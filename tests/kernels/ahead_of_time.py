@@ -98,16 +98,16 @@ def compile_launch(call: str, launch: Launch) -> Compiled:
         RuntimeError: the assembler does.
     """
     made = triton.compile(source_of(launch), target=GPUTarget("cuda", 90, 32), options=launch.options)
-    registers, stack = resources(made.asm["cubin"])
+    registers, split = resources(made.asm["cubin"])
     metadata, code = made.metadata, made.asm["ptx"]
     copies = [int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\.[^;]*, 0x([0-9a-f]+)", code)]
     under_way = max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", code)), default=0)
     name = launch.kernel.fn.__name__
-    return Compiled(call, name, registers, stack, metadata.shared, metadata.num_warps, copies, under_way)
+    return Compiled(call, name, registers, split, metadata.shared, metadata.num_warps, copies, under_way)
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """(registers per thread, stack bytes per thread) of an assembled kernel."""
+    """(registers per thread, split bytes per thread) of an assembled kernel."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

@@ -23,7 +23,7 @@ from selfspec.model import attention_choice as fastest
 from selfspec.model.attention import Reach, attend_rows
 from selfspec.model.attention_backends import FLASH_PAGE, Backend, importable, named
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span, Tree
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 from tests.helpers import make_prompts, tokens_of
 from tests.models import build
 from tests.target import Target
@@ -219,7 +219,7 @@ def test_a_backend_that_is_not_here_is_refused_by_name():
     with pytest.raises(ValueError, match="attention must be auto or one of sdpa, reference on cpu here, got 'flash'"):
         named("flash", "cpu")
     with pytest.raises(ValueError, match="got 'turbo'"):
-        Stack(build("llama"), "turbo")
+        SplitModel(build("llama"), "turbo")
 
 
 def test_the_fastest_is_so_on_the_whole_and_serves_every_call():
@@ -257,7 +257,7 @@ def test_an_engine_with_attention_of_its_own_says_so():
 
 
 def test_pages_are_as_large_as_the_backend_asks():
-    stack = Stack(build("llama"))
-    assert page_size_of(stack) == 64
-    stack.backend = Backend("of large pages", attend_rows, FLASH_PAGE)
-    assert page_size_of(stack) == FLASH_PAGE
+    split = SplitModel(build("llama"))
+    assert page_size_of(split) == 64
+    split.attention = Backend("of large pages", attend_rows, FLASH_PAGE)
+    assert page_size_of(split) == FLASH_PAGE

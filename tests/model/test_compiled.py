@@ -22,7 +22,7 @@ from selfspec.executors.cpu.install import choose
 from selfspec.kernels import compiled_call as c
 from selfspec.kernels import compiler
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 from tests.helpers import Always, Schedule, generate, make_prompts
 from tests.helpers import run as run_requests
 from tests.models import build, rounded, tiny
@@ -43,32 +43,32 @@ SHAPES = {
 
 def compiled(family="llama", halves=False, **extra):
     model = build(family, **extra)
-    stack = Stack(rounded(model) if halves else model)
-    error = choose(stack, "compiled")
-    return stack, error
+    split = SplitModel(rounded(model) if halves else model)
+    error = choose(split, "compiled")
+    return split, error
 
 
 @cache
 def shared(family):
     """By a family's name, or a shape's with weights that are packed in half the memory."""
     if family == "bfloat16":
-        stack = Stack(build("llama", attention_bias=True).bfloat16())
-        choose(stack, "compiled")
-        return stack
+        split = SplitModel(build("llama", attention_bias=True).bfloat16())
+        choose(split, "compiled")
+        return split
     return compiled(halves=True, **SHAPES[family])[0] if family in ("wide", "many", "gemma") else compiled(family)[0]
 
 
 @pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
 def test_layers_of_any_size_equal_the_models_own(name, halves):
-    stack, error = compiled(halves=halves, **SHAPES[name])
-    assert stack.engine == "compiled"
+    split, error = compiled(halves=halves, **SHAPES[name])
+    assert split.backend == "compiled"
     assert error < 1e-4
 
 
-def run(stack, spans, tokens, pages, start=0, stop=None, **more):
+def run(split, spans, tokens, pages, start=0, stop=None, **more):
     rows = PackedRows(pages, spans)
-    return stack.run(rows, start, stack.num_layers if stop is None else stop, tokens, **more)
+    return split.run(rows, start, split.num_layers if stop is None else stop, tokens, **more)
 
 
 @given(
@@ -79,23 +79,23 @@ def run(stack, spans, tokens, pages, start=0, stop=None, **more):
 )
 def test_a_tokens_bits_do_not_depend_on_what_shares_its_call(lengths, page_size, family, data):
     """Rows in one call, split at any layer and after any token, against every token of every row in a call alone."""
-    stack = shared(family)
+    split = shared(family)
     tokens = [torch.randint(0, 96, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths]
     cut = [data.draw(st.integers(0, n - 1)) for n in lengths]
-    layer = data.draw(st.integers(1, stack.num_layers - 1))
+    layer = data.draw(st.integers(1, split.num_layers - 1))
     together, alone = (PagedCache(128, page_size) for _ in range(2))
     pages = [together.reserve(n) for n in lengths]
     own = [alone.reserve(n) for n in lengths]
     with torch.inference_mode():
         first = [(p, t, c) for p, t, c in zip(pages, tokens, cut, strict=True) if c]
         if first:
-            run(stack, [Span(p, 0, c) for p, _, c in first], torch.cat([t[:c] for _, t, c in first]), together)
+            run(split, [Span(p, 0, c) for p, _, c in first], torch.cat([t[:c] for _, t, c in first]), together)
         spans = [Span(p, c, len(t) - c) for p, t, c in zip(pages, tokens, cut, strict=True)]
-        early = run(stack, spans, torch.cat([t[c:] for t, c in zip(tokens, cut, strict=True)]), together, 0, layer)
-        got = stack.logits(run(stack, spans, early, together, layer))
+        early = run(split, spans, torch.cat([t[c:] for t, c in zip(tokens, cut, strict=True)]), together, 0, layer)
+        got = split.logits(run(split, spans, early, together, layer))
         wanted = []
         for p, t, c in zip(own, tokens, cut, strict=True):
-            each = [stack.logits(run(stack, [Span(p, i, 1)], t[i : i + 1], alone)) for i in range(len(t))]
+            each = [split.logits(run(split, [Span(p, i, 1)], t[i : i + 1], alone)) for i in range(len(t))]
             wanted += each[c:]
     assert torch.equal(got, torch.cat(wanted))
 
@@ -103,7 +103,7 @@ def test_a_tokens_bits_do_not_depend_on_what_shares_its_call(lengths, page_size,
 @pytest.mark.parametrize(("name", "halves"), [("wide", True), ("gemma", False)])
 def test_several_threads_compute_the_same_bits(name, halves):
     """Of long calls, which threads share, and of short ones, which each makes ready alone."""
-    stack, outputs = compiled(halves=halves, **SHAPES[name])[0], []
+    split, outputs = compiled(halves=halves, **SHAPES[name])[0], []
     try:
         for count in (1, 2, 3, 5):
             torch.set_num_threads(count)
@@ -111,8 +111,8 @@ def test_several_threads_compute_the_same_bits(name, halves):
                 pages = PagedCache(3, 256)
                 calls = [[Span([0], 0, 150), Span([1], 0, 20), Span([2], 0, 1)], [Span([1], 20, 1)]]
                 calls.append([Span([0], 150, 6), Span([1], 21, 4), Span([2], 1, 3)])
-                hidden = [run(stack, spans, torch.arange(sum(s.length for s in spans)) % 90, pages) for spans in calls]
-                outputs.append([stack.logits(one) for one in hidden])
+                hidden = [run(split, spans, torch.arange(sum(s.length for s in spans)) % 90, pages) for spans in calls]
+                outputs.append([split.logits(one) for one in hidden])
     finally:
         torch.set_num_threads(1)
     assert all(torch.equal(a, b) for other in outputs[1:] for a, b in zip(outputs[0], other, strict=True))
@@ -135,27 +135,27 @@ def test_engines_are_named_and_chosen():
 
 
 def test_a_body_that_disagrees_with_the_model_is_never_used(monkeypatch):
-    stack = Stack(build("llama"))
+    split = SplitModel(build("llama"))
     monkeypatch.setattr(CompiledBody, "logits", lambda self, hidden, normed: torch.zeros(len(hidden), 96))
-    choose(stack, "auto")
-    assert stack.engine == "views"
+    choose(split, "auto")
+    assert split.backend == "views"
     with pytest.raises(
         ValueError, match="backend 'compiled' serves models whose layers it computes as the model itself"
     ):
-        choose(Stack(build("llama")), "compiled")
+        choose(SplitModel(build("llama")), "compiled")
 
 
 def test_models_in_bfloat16_are_compiled_and_come_near_the_numbers_of_the_same_weights_in_float32():
     model = build("llama", attention_bias=True)
     half = Target(build("llama", attention_bias=True).bfloat16())
-    assert half.backend == "compiled" and half.stack.dtype == torch.bfloat16
+    assert half.backend == "compiled" and half.split.dtype == torch.bfloat16
     rounded(model)
     pages = PagedCache(1, 64), PagedCache(1, 64)
-    stacks = half.stack, Target(model, backend="compiled").stack
+    stacks = half.split, Target(model, backend="compiled").split
     with torch.inference_mode():
         got, wanted = (
-            stack.logits(run(stack, [Span([0], 0, 30)], torch.arange(30), cache))
-            for stack, cache in zip(stacks, pages, strict=True)
+            split.logits(run(split, [Span([0], 0, 30)], torch.arange(30), cache))
+            for split, cache in zip(stacks, pages, strict=True)
         )
     assert got.dtype == torch.float32
     assert 0 < (got - wanted).abs().max() < 0.05 * wanted.std() or stacks[0].compiled.packed_head.struct.kind != c.PAIRS
@@ -364,7 +364,7 @@ def test_what_torch_makes_by_default_does_not_matter():
 
 
 def test_a_call_of_no_tokens_gives_none():
-    stack = Target(build("llama"), backend="compiled").stack
-    assert stack.logits(torch.zeros(0, stack.config.hidden_size)).shape == (0, stack.vocab_size)
+    split = Target(build("llama"), backend="compiled").split
+    assert split.logits(torch.zeros(0, split.config.hidden_size)).shape == (0, split.vocab_size)
     none = PackedRows(PagedCache(1, 8), [Span([0], 0, 0)])
-    assert stack.run(none, 0, 2, torch.arange(0)).shape == (0, stack.config.hidden_size)
+    assert split.run(none, 0, 2, torch.arange(0)).shape == (0, split.config.hidden_size)

@@ -35,11 +35,11 @@ def test_the_last_layer_never_sees_them(family):
     target = Target(build(family))
     plain = target.generate(PROMPTS, policy="plain", max_tokens=20, temperature=0.7)
     hidden = torch.randn(5, 32)
-    early, late = target.stack.logits(hidden, 3), target.stack.logits(hidden)
+    early, late = target.split.logits(hidden, 3), target.split.logits(hidden)
     target.exit_heads = some_heads()
-    assert torch.equal(target.stack.logits(hidden), late) and torch.equal(target.stack.logits(hidden, 4), late)
-    assert not torch.allclose(target.stack.logits(hidden, 3), early)
-    assert torch.equal(target.stack.logits(hidden, 2), target.stack.early_logits(hidden[None], (2,))[0])
+    assert torch.equal(target.split.logits(hidden), late) and torch.equal(target.split.logits(hidden, 4), late)
+    assert not torch.allclose(target.split.logits(hidden, 3), early)
+    assert torch.equal(target.split.logits(hidden, 2), target.split.early_logits(hidden[None], (2,))[0])
     for policy in (
         {"exit_layer": 1},
         {"exit_layer": 3, "num_speculative_tokens": 5},
@@ -49,7 +49,7 @@ def test_the_last_layer_never_sees_them(family):
         drafted = target.generate(PROMPTS, max_tokens=20, temperature=0.7, **policy)
         assert tokens_of(drafted) == tokens_of(plain)
     target.exit_heads = None
-    assert torch.equal(target.stack.logits(hidden, 3), early)
+    assert torch.equal(target.split.logits(hidden, 3), early)
 
 
 def test_saved_and_loaded_they_are_the_same(tmp_path):
@@ -98,13 +98,13 @@ def test_what_is_no_file_of_exit_heads_is_refused_in_a_sentence(tmp_path):
 def test_compiled_heads_are_the_blocks_of_torch(inner, dtype):
     heads = some_heads(inner=inner)
     target = Target(build("llama").to(dtype), exit_heads=heads, backend="compiled")
-    stack, hidden = target.stack, torch.randn(3, 7, 32)
+    split, hidden = target.split, torch.randn(3, 7, 32)
     before = hidden.clone()
     for _ in range(2):
         for count in (0, 1, 7):
             given = hidden[:, :count]
             wanted = copy.deepcopy(target.exit_heads).float().of_layers(given, (1, 2, 3))
-            found = stack.through_heads(given, (1, 2, 3))
+            found = split.through_heads(given, (1, 2, 3))
             tolerance = 1e-5 if dtype == torch.float32 else 0.1
             torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
         for head in target.exit_heads.heads.values():  # as online learning does

@@ -27,20 +27,20 @@ def test_a_family_is_split_decoded_and_left_as_it_was(family, engine):
     target = Target(model, backend=engine.split()[0])
     assert target.backend == engine.split()[0]
     with torch.inference_mode():
-        check_layers(target.stack)
-        check_taps(target.stack)
-        check_shortlists(target.stack)
+        check_layers(target.split)
+        check_taps(target.split)
+        check_shortlists(target.split)
     check_tokens(target)
     check_untouched(before, model)
 
 
-def run_in_parts(stack, prompts, cuts):
+def run_in_parts(split, prompts, cuts):
     """Hidden states after each cut, from prompts packed end to end."""
     cache = PagedCache(len(prompts), 64)
     rows = PackedRows(cache, [Span([i], 0, len(prompt)) for i, prompt in enumerate(prompts)])
     hidden, out = torch.tensor([token for prompt in prompts for token in prompt]), {}
     for start, stop in zip((0, *cuts[:-1]), cuts, strict=True):
-        hidden = out[stop] = stack.run(rows, start, stop, hidden)
+        hidden = out[stop] = split.run(rows, start, stop, hidden)
     return out
 
 
@@ -61,48 +61,48 @@ def with_layers(model, family, count):
     return cut
 
 
-def check_layers(stack):
+def check_layers(split):
     """Logits after any layer are those of the model cut there."""
     prompts = make_prompts([11, 4])
-    expected = {n: whole_logits(with_layers(stack.model, stack.family, n), prompts) for n in (1, 2, 3, 4)}
-    assert torch.equal(expected[4], whole_logits(stack.model, prompts))
+    expected = {n: whole_logits(with_layers(split.model, split.family, n), prompts) for n in (1, 2, 3, 4)}
+    assert torch.equal(expected[4], whole_logits(split.model, prompts))
     for cuts in ((1, 2, 3, 4), (2, 4), (4,), (3, 4)):
-        for layer, hidden in run_in_parts(stack, prompts, cuts).items():
-            got = stack.logits(hidden, layer)
+        for layer, hidden in run_in_parts(split, prompts, cuts).items():
+            got = split.logits(hidden, layer)
             assert got.dtype == torch.float32
             torch.testing.assert_close(got, expected[layer], rtol=1e-3, atol=1e-4)
 
 
-def check_taps(stack):
+def check_taps(split):
     """Taps hold the hidden states at which a run might have stopped."""
     prompts = make_prompts([11, 4])
     tokens = torch.tensor([token for prompt in prompts for token in prompt])
     for start, tapped in ((0, (1, 2, 3)), (1, (2, 3)), (3, ())):
         rows = PackedRows(PagedCache(2, 64), [Span([i], 0, len(prompt)) for i, prompt in enumerate(prompts)])
-        given = stack.run(rows, 0, start, tokens) if start else tokens
+        given = split.run(rows, 0, start, tokens) if start else tokens
         taps = dict.fromkeys(tapped)
-        end = stack.run(rows, start, 4, given, taps)
+        end = split.run(rows, start, 4, given, taps)
         assert taps.keys() == set(tapped)
         for layer, seen in taps.items():
-            expected = run_in_parts(stack, prompts, (layer, 4))
+            expected = run_in_parts(split, prompts, (layer, 4))
             torch.testing.assert_close(seen, expected[layer], rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(end, expected[4], rtol=1e-4, atol=1e-5)
-    stack.run(rows, 0, 4, tokens)
+    split.run(rows, 0, 4, tokens)
     assert taps == {}, "a run that asks for nothing is given nothing"
 
 
-def check_shortlists(stack):
+def check_shortlists(split):
     """Logits of a shortlist are those of the whole vocabulary."""
-    runs = [run_in_parts(stack, make_prompts([11, 4]), (layer, 4))[layer] for layer in (1, 2, 3)]
+    runs = [run_in_parts(split, make_prompts([11, 4]), (layer, 4))[layer] for layer in (1, 2, 3)]
     hidden, generator = torch.stack(runs), torch.Generator().manual_seed(0)
     for width in (1, 7):
-        top = torch.randint(stack.vocab_size, (15, width), generator=generator)
-        got = stack.short_logits(hidden, top, (1, 2, 3))
+        top = torch.randint(split.vocab_size, (15, width), generator=generator)
+        got = split.short_logits(hidden, top, (1, 2, 3))
         assert got is not None, "every family in the tests has a plain linear head"
-        assert (got.shape, got.dtype) == ((3, 15, width + len(stack.others)), torch.float32)
-        wanted = torch.cat((top, stack.others.expand(15, -1)), 1)
+        assert (got.shape, got.dtype) == ((3, 15, width + len(split.others)), torch.float32)
+        wanted = torch.cat((top, split.others.expand(15, -1)), 1)
         for layer, (states, logits) in enumerate(zip(hidden, got, strict=True), 1):
-            torch.testing.assert_close(logits, stack.logits(states, layer).gather(1, wanted), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(logits, split.logits(states, layer).gather(1, wanted), rtol=1e-4, atol=1e-5)
 
 
 def check_tokens(target):

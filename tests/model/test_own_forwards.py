@@ -73,20 +73,20 @@ def test_whatever_a_forward_does_to_logits_tokens_are_generates_and_no_head_diff
     expected = [generate(model, prompt, 16) for prompt in prompts]
     assert tokens_of(decode(target, prompts, OverParts(0, 4), SamplingParams(max_tokens=16))) == expected
     with torch.inference_mode():
-        check_partial_logits(target.stack, is_by_value=name in ("logits are multiplied", "logits are capped"))
+        check_partial_logits(target.split, is_by_value=name in ("logits are multiplied", "logits are capped"))
 
 
-def check_partial_logits(stack, is_by_value):
+def check_partial_logits(split, is_by_value):
     """Logits over a part of the vocabulary are the model's own; only a change that asks for no id has them."""
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(5, 32, generator=generator)
-    wanted = stack.logits(hidden, 2)
+    wanted = split.logits(hidden, 2)
     top = torch.stack([torch.randperm(96, generator=generator)[:32] for _ in hidden])
-    short = stack.short_logits(hidden[None], top, [2])
+    short = split.short_logits(hidden[None], top, [2])
     if short is not None:
         torch.testing.assert_close(short[0, :, :32], wanted.gather(1, top), rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(short[0, :, 32:], wanted[:, stack.others], rtol=1e-4, atol=1e-4)
-    logits, tokens = stack.draft_logits(hidden, 2, 20)
+        torch.testing.assert_close(short[0, :, 32:], wanted[:, split.others], rtol=1e-4, atol=1e-4)
+    logits, tokens = split.draft_logits(hidden, 2, 20)
     expected = wanted if tokens is None else wanted[:, tokens]
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     assert (short is not None, tokens is not None) == (is_by_value, is_by_value)

@@ -123,24 +123,24 @@ def test_a_model_whose_weights_no_longer_fit_half_is_packed_whole_and_back():
         assert tokens == generate(model, prompt, 8)
         return tokens
 
-    first, small = decode(), target.stack.compiled.num_bytes
-    whole = Target(build("qwen2"), backend="compiled").stack.compiled.num_bytes
+    first, small = decode(), target.split.compiled.num_bytes
+    whole = Target(build("qwen2"), backend="compiled").split.compiled.num_bytes
     assert 1.5 * small < whole
     before = up.detach().clone()
     with torch.no_grad():
         up.mul_(-1 / 3)
     assert decode() != first
-    assert small < target.stack.compiled.num_bytes < whole
+    assert small < target.split.compiled.num_bytes < whole
     up.data = before
     assert decode() == first
-    assert target.stack.compiled.num_bytes == small
+    assert target.split.compiled.num_bytes == small
 
 
 def test_a_part_of_the_vocabulary_is_packed_as_small():
     model = rounded(build("llama"))
-    stack, head = Target(model, backend="compiled").stack, DraftHead.of(model, model.lm_head)
-    part = head.subset(40, stack.frequencies)
-    assert stack.compiled.draft_head(part)[0].struct.kind == smallest()
+    split, head = Target(model, backend="compiled").split, DraftHead.of(model, model.lm_head)
+    part = head.subset(40, split.frequencies)
+    assert split.compiled.draft_head(part)[0].struct.kind == smallest()
     hidden = torch.randn(3, 32)
-    whole = stack.compiled.product(stack.compiled.packed_head, hidden, norm=True)
-    assert torch.equal(stack.compiled.subset_logits(hidden, part), whole[:, part.tokens])
+    whole = split.compiled.product(split.compiled.packed_head, hidden, norm=True)
+    assert torch.equal(split.compiled.subset_logits(hidden, part), whole[:, part.tokens])

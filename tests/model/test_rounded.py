@@ -122,9 +122,9 @@ def test_copies_of_a_trained_model_are_nearly_as_often_right_as_its_layers():
 
 def test_copies_draft_the_likeliest_of_a_part_of_the_vocabulary():
     target = Target(build("llama"), backend="compiled")
-    sizes = (None, 30, target.stack.vocab_size)
+    sizes = (None, 30, target.split.vocab_size)
     whole, part, all_of_it = (drafts_of(target, 4, RAGGED[:1], draft_vocab=size) for size in sizes)
-    named = target.stack.frequencies.part(30).members
+    named = target.split.frequencies.part(30).members
     assert whole == all_of_it != part
     assert {token for _, drafted, _ in part for token in drafted} <= named
 

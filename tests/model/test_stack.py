@@ -9,7 +9,7 @@ from selfspec import SamplingParams
 from selfspec.errors import UnsupportedModelError
 from selfspec.model.llama_weights import LLAMA_SHAPED
 from selfspec.model.self_check import TOLERANCE, self_check, split_error
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 from tests.helpers import Schedule, audit_cache, decode, generate, make_prompts, tokens_of
 from tests.model.test_families import LLAMAS
 from tests.models import FAMILIES, build
@@ -19,8 +19,8 @@ from tests.target import Target
 def test_a_head_that_is_no_plain_linear_layer_has_no_shortlist():
     model = build("llama")
     model.lm_head = type("Mine", (torch.nn.Linear,), {})(32, 96, bias=False)
-    stack = Stack(model)
-    assert stack.short_logits(torch.zeros(2, 3, 32), torch.zeros(3, 4, dtype=torch.int64), (1, 2)) is None
+    split = SplitModel(model)
+    assert split.short_logits(torch.zeros(2, 3, 32), torch.zeros(3, 4, dtype=torch.int64), (1, 2)) is None
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ def test_the_context_is_as_long_as_positions_reach_without_rescaling(family, rop
     more = {} if rope_parameters is None else {"rope_parameters": rope_parameters}
     if family == "phi3" and more:
         more["original_max_position_embeddings"] = 32
-    stack = Stack(build(family, **more))
-    assert stack.context_limit == limit
+    split = SplitModel(build(family, **more))
+    assert split.context_limit == limit
 
 
 @pytest.mark.parametrize(("chunk", "page_size"), [(4, 64), (9, 5)])
@@ -124,25 +124,27 @@ def test_a_model_that_cannot_be_split_is_refused_by_name_in_one_sentence(family,
 
 
 def test_the_self_check_refuses_a_split_that_disagrees_with_the_whole(monkeypatch):
-    stack = Stack(build("gemma2"))
-    assert split_error(stack) < TOLERANCE[torch.float32] / 10
-    run = Stack.run
-    monkeypatch.setattr(Stack, "run", lambda self, rows, start, stop, given: run(self, rows, start, stop, given) * 1.01)
+    split = SplitModel(build("gemma2"))
+    assert split_error(split) < TOLERANCE[torch.float32] / 10
+    run = SplitModel.run
+    monkeypatch.setattr(
+        SplitModel, "run", lambda self, rows, start, stop, given: run(self, rows, start, stop, given) * 1.01
+    )
     with pytest.raises(
         UnsupportedModelError, match=r"^gemma2: run in two parts, its logits differ .* by 0\.\d+ standard"
     ):
-        self_check(stack)
+        self_check(split)
 
 
 def test_the_self_check_refuses_a_split_that_raises(monkeypatch):
     def broken(self, rows, start, stop, given):
         raise RuntimeError("no such kernel")
 
-    stack = Stack(build("gemma2"))
-    monkeypatch.setattr(Stack, "run", broken)
+    split = SplitModel(build("gemma2"))
+    monkeypatch.setattr(SplitModel, "run", broken)
     sentence = r"^gemma2: its layers cannot be run in two parts \(RuntimeError: no such kernel\); decode it with"
     with pytest.raises(UnsupportedModelError, match=sentence):
-        self_check(stack)
+        self_check(split)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +161,7 @@ def test_other_precisions_pass_the_self_check_and_decode(family, dtype):
 
 def test_only_plain_models_of_the_llama_shape_are_compiled():
     assert {type(build(family)).__name__ for family in LLAMAS} == LLAMA_SHAPED
-    assert {family for family in FAMILIES if Stack(build(family)).llama is not None} == set(LLAMAS)
+    assert {family for family in FAMILIES if SplitModel(build(family)).llama is not None} == set(LLAMAS)
 
 
 @pytest.mark.parametrize(
@@ -172,8 +174,8 @@ def test_only_plain_models_of_the_llama_shape_are_compiled():
     ],
 )
 def test_options_of_gemma_that_compiled_layers_lack_are_left_to_the_views(options):
-    assert Stack(build("gemma3_text")).llama is not None
-    assert Stack(build("gemma3_text", **options)).llama is None
+    assert SplitModel(build("gemma3_text")).llama is not None
+    assert SplitModel(build("gemma3_text", **options)).llama is None
 
 
 def hooked(model):

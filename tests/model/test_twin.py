@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 
 from selfspec import LLM, SamplingParams, SpeculativeConfig
 from selfspec.errors import UnsupportedModelError
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 from tests.helpers import Schedule, decode, generate, make_prompts, tokens_of
 from tests.model.test_families import check_untouched, photograph
 from tests.models import build
@@ -20,8 +20,10 @@ RAGGED = (12, 7, 1, 20)
 def test_the_model_is_untouched_when_it_is_refused(monkeypatch):
     model = build("gemma2")
     before = photograph(model)
-    run = Stack.run
-    monkeypatch.setattr(Stack, "run", lambda self, rows, start, stop, given: run(self, rows, start, stop, given) * 2)
+    run = SplitModel.run
+    monkeypatch.setattr(
+        SplitModel, "run", lambda self, rows, start, stop, given: run(self, rows, start, stop, given) * 2
+    )
     with pytest.raises(UnsupportedModelError):
         Target(model)
     check_untouched(before, model)

@@ -87,13 +87,13 @@ def main() -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
-    profile.measure = lambda stack, sizes: measure(stack, sizes, repeats=1, widths=(1, 4), within=None)
+    profile.measure = lambda split, sizes: measure(split, sizes, repeats=1, widths=(1, 4), within=None)
     config = DistributedConfig(tp_size=2)
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64, distributed_config=config)
     target = Target(model)
     record = decode(target, rank)
     costs = target.costs(2)
-    record |= {"ranks": target.stack.ranks.count, "costs": costs.as_dict(), "refused": refusals(target)}
+    record |= {"ranks": target.split.ranks.count, "costs": costs.as_dict(), "refused": refusals(target)}
     (folder / f"rank{rank}.json").write_text(json.dumps(record))
     dist.barrier()
     dist.destroy_process_group()

@@ -122,7 +122,9 @@ def test_an_output_of_something_else_is_left_alone(run, folder, tmp_path):
     file, notes = written(tmp_path / "in", [sampled("a")]), written(tmp_path / "notes", ["my notes"])
     assert_refused(run("batch", folder, "--input", file, "--output", notes, *PLAIN), 2, "line 1 is no answer")
     assert notes.read_text() == "my notes\n"
-    assert_refused(run("batch", folder, "--input", tmp_path / "none", "--output", notes), 2, "--input", "no file")
+    assert_refused(
+        run("batch", folder, "--input", tmp_path / "none", "--output", notes), 2, "--input", "does not exist"
+    )
 
 
 def test_parquet_in_and_out(run, folder, tmp_path):

@@ -12,7 +12,7 @@ from tests.serving.server import MODEL, serving
 PAIRS = [
     ("def mean(values):", "\n    return sum(values) / len(values)"),
     ("import os", "\n\nimport sys"),
-    ("class Stack:", "\n    def __init__(self):"),
+    ("class SplitModel:", "\n    def __init__(self):"),
     ("for i in", " range(10):"),
 ]
 

@@ -52,7 +52,7 @@ def test_wrong_limits_are_refused_before_anything_is_loaded(run, option, value):
 
 @pytest.mark.parametrize("least", [1, 64])
 def test_a_cache_that_holds_no_request_is_refused_before_the_model_is_loaded(run, least):
-    wanted = ("--max-num-cached-tokens must be at least 64", f"got {least - 1}", "left out: 2048 per output")
+    wanted = ("--max-num-cached-tokens must be a whole number of at least 64", f"got {least - 1}")
     assert_refused(run("serve", "/no/such/model", "--max-num-cached-tokens", least - 1), 2, *wanted)
 
 

@@ -121,7 +121,7 @@ def test_one_command_writes_chats_trains_and_compares(settings, base, tmp_path, 
         for policy in ("plain", "adaptive")
     ]
     assert tokens[2] == tokens[3] and tokens[0] == tokens[1]
-    logits = [target.stack.model(torch.tensor([[5, 6, 7]])).logits for target in (plain, adapted)]
+    logits = [target.split.model(torch.tensor([[5, 6, 7]])).logits for target in (plain, adapted)]
     assert not torch.equal(*logits)
 
 

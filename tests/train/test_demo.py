@@ -44,6 +44,6 @@ def test_the_tokenizer_gives_any_text_back(tokenizer, text):
 
 def test_the_model_continues_code_without_any_extra_setting(tokenizer):
     model = AutoModelForCausalLM.from_pretrained(FOLDER)
-    tokens = tokenizer("class Stack:\n    def __init__(self):\n", return_tensors="pt")
+    tokens = tokenizer("class SplitModel:\n    def __init__(self):\n", return_tensors="pt")
     text = model.generate(**tokens, max_new_tokens=8, do_sample=False)
-    assert tokenizer.decode(text[0]).startswith("class Stack:\n    def __init__(self):\n        self.")
+    assert tokenizer.decode(text[0]).startswith("class SplitModel:\n    def __init__(self):\n        self.")

@@ -8,8 +8,6 @@ import pytest
 import torch
 import yaml
 
-from selfspec import configuration
-from selfspec.configuration import read_yaml
 from selfspec.model.draft_vocabulary import Subset
 from selfspec.model.exit_heads import FILE, ExitHeads
 from tests.gguf_files import source_model, write_gguf
@@ -18,9 +16,10 @@ from tests.models import build
 from tests.slow import slow
 from tests.target import load
 from tests.tokenizers import word_tokenizer
-from train import heads_run
+from train import configuration, heads_run
 from train.__main__ import main
 from train.config import parse_config
+from train.configuration import read_yaml
 from train.heads_config import HeadsRun
 from train.heads_files import CHECKPOINT, TEXTS
 from train.heads_loss import draft_subset, exit_losses, measure
@@ -78,8 +77,8 @@ def test_trained_heads_agree_more_and_change_no_token(stories_folder, tmp_path, 
     assert same(before.model.state_dict(), after.model.state_dict())
     hidden = torch.randn(7, 64)
     with torch.inference_mode():
-        assert torch.equal(before.stack.logits(hidden), after.stack.logits(hidden))
-        assert not torch.equal(before.stack.logits(hidden, 3), after.stack.logits(hidden, 3))
+        assert torch.equal(before.split.logits(hidden), after.split.logits(hidden))
+        assert not torch.equal(before.split.logits(hidden, 3), after.split.logits(hidden, 3))
     prompts = ["Once upon a time", "The dog was"]
     plain = before.generate(prompts, policy="plain", max_tokens=48)
     drafts = [t.generate(prompts, exit_layer=3, num_speculative_tokens=4, max_tokens=48) for t in (before, after)]
@@ -237,13 +236,13 @@ def test_texts_come_from_other_records_than_those_held_out(stories, tmp_path):
 
 def test_every_position_is_seen_as_decoding_saw_it(stories):
     texts = [Sample(list(range(5, 5 + n)), prompt) for n, prompt in ((9, 3), (4, 3), (30, 1))]
-    (seen,) = run_texts(stories.stack, texts, (2, 4))
-    alone = [next(run_texts(stories.stack, [text], (2, 4))) for text in texts]
+    (seen,) = run_texts(stories.split, texts, (2, 4))
+    alone = [next(run_texts(stories.split, [text], (2, 4))) for text in texts]
     torch.testing.assert_close(seen.hidden, torch.cat([one.hidden for one in alone], 1), atol=1e-4, rtol=1e-4)
-    kept = collect(stories.stack, texts, (2, 4), top_k=10)
+    kept = collect(stories.split, texts, (2, 4), top_k=10)
     assert kept.ids.shape == (36, 10) and kept.log_probs.shape == (36, 11) and kept.hidden.shape == (2, 36, 64)
     with torch.inference_mode():
-        logits = stories.stack.logits(seen.final)
+        logits = stories.split.logits(seen.final)
     assert torch.equal(kept.ids[:, 0].long(), logits.argmax(-1))
     torch.testing.assert_close(kept.log_probs.float().exp().sum(-1), torch.ones(36), atol=2e-3, rtol=0)
 
@@ -291,7 +290,7 @@ def test_shards_give_every_position_once_an_epoch_and_any_step_again(stories):
     texts = [Sample(list(range(3, 24)), 1) for _ in range(12)]
     given = {"training": {"tokens_per_batch": 20, "max_cached_tokens": 90}, "text": {"num_texts": 12}}
     parsed = configuration.build(HeadsRun, given)
-    stream = Stream(stories.stack, texts, (2,), parsed.training)
+    stream = Stream(stories.split, texts, (2,), parsed.training)
     assert len(stream.shards) == 3 and stream.num_positions == 240 and sum(stream.sizes) == 12
     taken = [next(stream.batches(step)).hidden for step in (0, 5, 13)]
     every = stream.batches(0)
@@ -315,7 +314,7 @@ def test_the_shipped_configuration_names_every_key():
 def test_measuring_without_heads_is_measuring_with_new_ones(stories):
     texts = [Sample(list(range(3, 40)), 2)]
     heads = ExitHeads([2, 3], 64, 4)
-    assert measure(stories.stack, None, texts, (2, 3), None) == measure(stories.stack, heads, texts, (2, 3), None)
+    assert measure(stories.split, None, texts, (2, 3), None) == measure(stories.split, heads, texts, (2, 3), None)
 
 
 @pytest.fixture(scope="session")
@@ -383,15 +382,15 @@ def test_texts_are_written_once_for_the_same_weights(tmp_path):
 def test_heads_are_trained_over_the_default_draft_vocabulary(monkeypatch):
     target = load(build("llama"))
     texts = [Sample([1, *[50, 51, 52] * 3], 1), Sample([2, 60], 1)]
-    assert draft_subset(target.stack, texts) is None
-    monkeypatch.setattr(type(target.stack), "default_draft_vocab", 8)
-    subset = draft_subset(target.stack, texts)
+    assert draft_subset(target.split, texts) is None
+    monkeypatch.setattr(type(target.split), "default_draft_vocab", 8)
+    subset = draft_subset(target.split, texts)
     assert subset.tokens.tolist() == [0, 1, 2, 3, 50, 51, 52, 60]
-    batch = collect(target.stack, texts, (2,), 4)
+    batch = collect(target.split, texts, (2,), 4)
     batch = Batch(batch.hidden.float(), batch.ids.long(), batch.log_probs.float())
-    (loss,) = exit_losses(target.stack, ExitHeads([2], 32, 4), batch, subset, True)
+    (loss,) = exit_losses(target.split, ExitHeads([2], 32, 4), batch, subset, True)
     loss.backward()
-    found = measure(target.stack, None, texts, (2,), subset)[2]
+    found = measure(target.split, None, texts, (2,), subset)[2]
     assert loss.isfinite() and 0 <= found.top1 <= 1 and 0 < found.accepted < 1
 
 

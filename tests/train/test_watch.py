@@ -16,7 +16,7 @@ from train.prior import Watch
 
 
 def watched(target, **options):
-    watch = Watch(target.stack.num_layers)
+    watch = Watch(target.split.num_layers)
     done = target.generate(make_prompts((9, 5)), policy=watch, max_tokens=20, **options)
     return watch, tokens_of(done)
 
@@ -52,7 +52,7 @@ def folder(tmp_path, monkeypatch):
 def test_a_stored_prior_is_where_a_new_machine_starts(folder):
     state = watched(load(folder))[0].tracker.state()
     assert load(folder).prior is None
-    profile.store_prior(folder, load(folder).stack, state)
+    profile.store_prior(folder, load(folder).split, state)
     target = load(folder)
     assert target.prior == state
     own = {**state, "hits": (torch.tensor(state["hits"]) + 1).tolist()}
@@ -63,7 +63,7 @@ def test_a_stored_prior_is_where_a_new_machine_starts(folder):
 
 @pytest.mark.parametrize("damage", ["{", '{"of": 1, "prior": {}}', "another depth", None])
 def test_a_stored_prior_of_other_weights_or_none_at_all_is_passed_over(folder, damage):
-    path = profile.store_prior(folder, load(folder).stack, watched(load(folder))[0].tracker.state())
+    path = profile.store_prior(folder, load(folder).split, watched(load(folder))[0].tracker.state())
     if damage is None:
         with torch.no_grad():
             model = build("llama")
@@ -83,8 +83,8 @@ def test_the_embedded_model_has_them():
 
 
 def test_other_exit_heads_are_not_what_the_statistics_are_of(folder):
-    profile.store_prior(folder, load(folder).stack, watched(load(folder))[0].tracker.state())
+    profile.store_prior(folder, load(folder).split, watched(load(folder))[0].tracker.state())
     target = load(folder)
     assert target.prior is not None
-    target.exit_heads = ExitHeads([1], target.stack.config.hidden_size, 2)
+    target.exit_heads = ExitHeads([1], target.split.config.hidden_size, 2)
     assert target.prior is None

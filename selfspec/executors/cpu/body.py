@@ -36,7 +36,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class CompiledBody:
-    """Layers, embedding and head of a Llama-shaped model as compiled functions; it has `Stack`'s `run` and `logits`.
+    """Layers, embedding and head of a Llama-shaped model as compiled functions, with `SplitModel`'s `run` and `logits`.
 
     It holds packed copies of the weights: the blocks of a GGUF file as they are, else 2 bytes per weight where all of
     them are bfloat16 numbers, else 4. `refresh` updates the copies after the model's weights were edited in place.
@@ -144,7 +144,7 @@ class CompiledBody:
     def run(
         self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: dict[int, Tensor | None] | None = None
     ) -> Tensor:
-        """Run layers [start, stop); see `Stack.run`."""
+        """Run layers [start, stop); see `SplitModel.run`."""
         given = (given if start == 0 else given.float()).contiguous()
         x = self.embedding.new_empty(rows.num_tokens, self.embedding.shape[1])
         if not rows.num_tokens:
@@ -172,7 +172,7 @@ class CompiledBody:
         return x
 
     def logits(self, hidden: Tensor, normed: bool) -> Tensor:
-        """Logits `[N, vocab]` from hidden states; see `Stack.logits`. `normed`: the final norm is applied already."""
+        """Logits `[N, vocab]` from hidden states; see `SplitModel.logits`. `normed`: after the final norm."""
         if hidden.requires_grad:  # an exit head is trained; only torch's products have gradients
             hidden = hidden.float()
             hidden = hidden if normed else F.rms_norm(hidden, hidden.shape[-1:], self.norm.weight, self.norm.eps)
@@ -180,11 +180,11 @@ class CompiledBody:
         return self.product(self.packed_head, hidden, norm=not normed)
 
     def subset_logits(self, hidden: Tensor, subset: Subset) -> Tensor:
-        """Logits over a part of the vocabulary; see `Stack.draft_logits`. `hidden`: before the final norm."""
+        """Logits over a part of the vocabulary; see `SplitModel.draft_logits`. `hidden`: before the final norm."""
         return self.product(self.draft_head(subset)[0], hidden, norm=True)
 
     def through_heads(self, hidden: Tensor, heads: ExitHeads, layers: Sequence[int]) -> Tensor:
-        """Hidden states `[K, N, hidden_size]` through exit heads; see `Stack.through_heads`."""
+        """Hidden states `[K, N, hidden_size]` through exit heads; see `SplitModel.through_heads`."""
         hidden, count = hidden.float().contiguous(), hidden.shape[1]
         out, threads = hidden.clone(), self.threads(count)
         for given, changed, layer in zip(hidden, out, layers, strict=True):

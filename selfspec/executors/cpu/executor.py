@@ -28,7 +28,7 @@ from selfspec.executors.picker import Picker, packed_params
 from selfspec.kernels import compiled_call as c
 from selfspec.kernels.pick import filtered
 from selfspec.model.kv_cache import PagedCache, Span
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 
 MIN_DRAFT_CAPACITY = 8  # drafted tokens per row that buffers are made for; larger capacities are powers of two
 MAX_ROUNDS, MAX_ROUNDS_OF_MANY_ROWS = 256, 64  # per call
@@ -132,17 +132,21 @@ class CpuExecutor(Executor):
     """
 
     def __init__(
-        self, stack: Stack, cache: PagedCache, picker: Picker, new_seconds: Callable[[], StageSeconds] = StageSeconds
+        self,
+        split: SplitModel,
+        cache: PagedCache,
+        picker: Picker,
+        new_seconds: Callable[[], StageSeconds] = StageSeconds,
     ) -> None:
-        super().__init__(stack, cache, picker, new_seconds)
-        body = stack.compiled if picker.is_compiled and stack.runner is None else None
+        super().__init__(split, cache, picker, new_seconds)
+        body = split.compiled if picker.is_compiled and split.runner is None else None
         self._rounds = CompiledRounds(body) if isinstance(body, CompiledBody) else None
 
     def serves(self, rows: list[Sequence], plan: Plan) -> bool:
         """Whether the plan can run in compiled code; see `Executor.serves`."""
         if self._rounds is None or plan.keep_divergence or any(row.has_processors for row in rows):
             return False
-        if any(_may_ban_all_tokens(row, self.stack.vocab_size) for row in rows):
+        if any(_may_ban_all_tokens(row, self.split.vocab_size) for row in rows):
             return False
         if plan.exit_layer and self._drafter(plan) is None:
             return False
@@ -171,7 +175,7 @@ class CpuExecutor(Executor):
         plan, given = draft.plan, None if draft.given is None else [one.token_ids for one in draft.given]
         keeps = any(row.request.keep_logits for row in rows)
         hidden_states = self._hidden_state_buffers(rows, plan) if keeps or plan.shadow is not None else None
-        penalties = None if hidden_states is None else Penalties.of(rows, self.stack.vocab_size, self.stack.device)
+        penalties = None if hidden_states is None else Penalties.of(rows, self.split.vocab_size, self.split.device)
         limits = ProgramLimits(1, 0.0, [()] * len(rows))
         output = next(self._executed(rows, plan, limits, given, hidden_states))
         if draft.given is not None:
@@ -182,7 +186,7 @@ class CpuExecutor(Executor):
         if hidden_states is not None and plan.shadow is not None:
             output.seconds.restart()
             taps, logits = [hidden_states.hidden], hidden_states.logits
-            add_shadow_picks(self.stack, self.picker, plan.shadow, output.rows, taps, logits, penalties)
+            add_shadow_picks(self.split, self.picker, plan.shadow, output.rows, taps, logits, penalties)
             output.seconds.lap("shadow")
         return output
 
@@ -203,7 +207,7 @@ class CpuExecutor(Executor):
         drafter = self._drafter(plan) if plan.exit_layer and given is None else None
         spans = [Span(row.pages, row.num_tokens - 1, n) for row, n in zip(rows, lengths, strict=True)]
         last, params = [row.token_ids[-1] for row in rows], packed_params([row.request.params for row in rows])
-        data = PickData.of(rows, self.stack.vocab_size)
+        data = PickData.of(rows, self.split.vocab_size)
         results = self._rounds.run(
             self.cache, spans, last, params, capacities, drafter, limits, given, hidden_states, data
         )
@@ -222,10 +226,10 @@ class CpuExecutor(Executor):
         """The layers that draft; None for copies of an exit layer with a trained head, which is not theirs."""
         assert self._rounds is not None and plan.exit_layer is not None
         rounded = plan.draft_bits is not None
-        exit_head = self._rounds.body.exit_heads.of(self.stack.exit_heads, plan.exit_layer)
+        exit_head = self._rounds.body.exit_heads.of(self.split.exit_heads, plan.exit_layer)
         if exit_head is not None and rounded:
             return None
-        subset = self.stack.draft_subset(plan.draft_vocab if any(plan.draft_lengths) else None)
+        subset = self.split.draft_subset(plan.draft_vocab if any(plan.draft_lengths) else None)
         head = self._rounds.body.draft_head(subset, rounded)
         return Drafter(plan.exit_layer, head, stop_rule_of(plan), plan.reads_confidence, rounded, exit_head)
 

@@ -1,6 +1,6 @@
-"""Choice of the engine that runs a model's layers: "views" (its own modules) or "compiled" (C++ on its weights).
+"""Choice of the backend that runs a model's layers: "views" (its own modules) or "compiled" (C++ on its weights).
 
-The views serve every model family and are the reference. The compiled engine serves Llama-shaped models on CPU, if the
+The views serve every model family and are the reference. The compiled backend serves Llama-shaped models on CPU, if the
 self-check finds its logits equal to the whole model's.
 """
 
@@ -18,28 +18,28 @@ from selfspec.executors.cpu.body import CompiledBody
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.llama_weights import LlamaWeights
 from selfspec.model.self_check import self_check
-from selfspec.model.stack import Stack
+from selfspec.model.split_model import SplitModel
 
-Engine = Literal["auto", "views", "compiled"]
-ENGINES: tuple[Engine, ...] = ("auto", "views", "compiled")
-MAX_MEMORY_SHARE = 0.5  # share of the free memory that packed copies may take with engine "auto"
+Backend = Literal["auto", "views", "compiled"]
+BACKENDS: tuple[Backend, ...] = ("auto", "views", "compiled")
+MAX_MEMORY_SHARE = 0.5  # share of the free memory that packed copies may take with backend "auto"
 REPEATS = 3  # measurements of a plain token per number of threads
 _log = logging.getLogger("selfspec")
 
 
-def check_engine(engine: str) -> Engine:
-    """Return the engine.
+def check_backend(backend: str) -> Backend:
+    """Return the backend.
 
     Raises:
-        ValueError: there is no engine of this name.
+        ValueError: there is no backend of this name.
     """
-    if engine not in ENGINES:
-        raise ValueError(f"backend must be one of {', '.join(ENGINES)}, got {engine!r}")
-    return engine
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    return backend
 
 
-def choose(stack: Stack, engine: Engine) -> float:
-    """Set the body of a stack, run the self-check, and return its split error in standard deviations of the logits.
+def choose(split: SplitModel, backend: Backend) -> float:
+    """Set the body of a split model, check it, and return the split error in standard deviations of the logits.
 
     `auto` uses the compiled body if it serves the model, a compiler exists, the packed weights fit into free memory,
     and the self-check passes; else the views. In bfloat16, the compiled body rounds less than the model's own forward.
@@ -47,18 +47,18 @@ def choose(stack: Stack, engine: Engine) -> float:
 
     Raises:
         UnsupportedModelError: the model cannot be split.
-        NoCompilerError: the engine is "compiled", and the code cannot be compiled on this machine.
-        ValueError: the engine does not serve this model.
+        NoCompilerError: the backend is "compiled", and the code cannot be compiled on this machine.
+        ValueError: the backend does not serve this model.
     """
-    must = engine == "compiled"
-    weights = stack.llama if stack.llama is not None and CompiledBody.serves(stack.llama) else None
+    must = backend == "compiled"
+    weights = split.llama if split.llama is not None and CompiledBody.serves(split.llama) else None
     if must and weights is None:
         serves = "Llama-shaped models in float32 or bfloat16 on CPU without hooks or adapters"
-        raise ValueError(_refusal(stack, engine, serves))
-    if weights is not None and engine != "views":
+        raise ValueError(_refusal(split, backend, serves))
+    if weights is not None and backend != "views":
         try:
             if must or _fits_memory(weights):
-                stack.compiled = _with_best_threads(CompiledBody(weights))
+                split.compiled = _with_best_threads(CompiledBody(weights))
         except NoCompilerError as problem:
             if must:
                 raise
@@ -68,9 +68,9 @@ def choose(stack: Stack, engine: Engine) -> float:
                 problem.reason,
                 problem.remedy,
             )
-    error = self_check(stack)
-    if must and stack.compiled is None:
-        raise ValueError(_refusal(stack, engine, "models whose layers it computes as the model itself does"))
+    error = self_check(split)
+    if must and split.compiled is None:
+        raise ValueError(_refusal(split, backend, "models whose layers it computes as the model itself does"))
     return error
 
 
@@ -127,7 +127,7 @@ def free_memory() -> int | None:
         return None
 
 
-def _refusal(stack: Stack, engine: str, serves: str) -> str:
-    kind = getattr(stack.config, "model_type", "model")
-    dtype = str(stack.dtype).removeprefix("torch.")
-    return f"backend {engine!r} serves {serves}, got {kind} in {dtype} on {stack.device}; choose auto or views"
+def _refusal(split: SplitModel, backend: str, serves: str) -> str:
+    kind = getattr(split.config, "model_type", "model")
+    dtype = str(split.dtype).removeprefix("torch.")
+    return f"backend {backend!r} serves {serves}, got {kind} in {dtype} on {split.device}; choose auto or views"

@@ -11,7 +11,7 @@ self_check    compares recorded rounds with the eager layers
 packed_linear linear layers of one input as one product
 fused_body    the layers of Llama-shaped models in ten launches each
 body_choice   chooses between fused layers and the model's own modules
-runner        runs layers or a round of a stack from recordings
+runner        runs layers or a round of a split model from recordings
 exact_body    fused layers whose bits for a token depend on no other token of a call
 exact         runs exact mode by them
 executor      runs plans by the runner

@@ -39,32 +39,32 @@ REPEATS, REPLAYS = 3, 10  # measurements, and replays in each
 
 
 def choose_body(
-    stack: Any, runner: Any, owned: bool, problem_of: Callable[[], str], measure: Measure | None = None
+    split: Any, runner: Any, owned: bool, problem_of: Callable[[], str], measure: Measure | None = None
 ) -> None:
-    """Set `stack.recorded` to fused layers if they serve the model, are equal to the views, and are faster.
+    """Set `split.recorded` to fused layers if they serve the model, are equal to the views, and are faster.
 
     The choice and its reason are logged. Recordings that were made with other layers are dropped.
 
     Args:
-        stack: a `selfspec.model.stack.Stack` whose rounds, recorded with the views, passed the self-check.
+        split: a `selfspec.model.split_model.SplitModel` whose rounds, recorded with the views, passed the self-check.
         runner: its `selfspec.executors.cuda.runner.Runner`.
         owned: whether the model's weights may be moved in memory: nobody else uses the model.
         problem_of: checks the rounds that are recorded now; "" if nothing is wrong with them.
         measure: default: `replay_seconds`.
     """
     cannot_record = runner.refused is not None
-    if stack.llama is None or cannot_record:
+    if split.llama is None or cannot_record:
         _log.info("recordings run the model's own modules: fused layers do not serve this model")
         return
     measure = measure or replay_seconds
     try:
-        body = FusedBody(stack.llama, runner.kernels, packing_of(stack.llama, owned))
-        if body.packing == "share" and stack.device.type == "cuda":
+        body = FusedBody(split.llama, runner.kernels, packing_of(split.llama, owned))
+        if body.packing == "share" and split.device.type == "cuda":
             torch.cuda.empty_cache()  # else torch keeps the memory in which the weights were before
-        error = layers_error(stack, body)
-        views = _token_seconds(stack, runner, measure)
-        stack.recorded = body
-        fused = _token_seconds(stack, runner, measure)
+        error = layers_error(split, body)
+        views = _token_seconds(split, runner, measure)
+        split.recorded = body
+        fused = _token_seconds(split, runner, measure)
         times = f"a plain token takes {1e3 * fused:.3g} ms, {1e3 * views:.3g} ms with the model's own modules"
         runner.graphs.forget(lambda key: True)
         if not error <= MAX_ROUNDINGS:  # it may be NaN
@@ -74,7 +74,7 @@ def choose_body(
     except Exception as raised:  # compilers and drivers raise exceptions of any type
         reason = f"{type(raised).__name__}: {raised}"
     if reason:
-        stack.recorded = runner.refused = None
+        split.recorded = runner.refused = None
         runner.graphs.forget(lambda key: True)
         _log.info("recordings run the model's own modules; with fused layers: %s", reason)
     else:
@@ -91,7 +91,7 @@ def packing_of(weights: LlamaWeights, owned: bool) -> Packing:
 
 
 @torch.inference_mode()
-def layers_error(stack: Any, body: FusedBody) -> float:
+def layers_error(split: Any, body: FusedBody) -> float:
     """How far the hidden states of fused layers are from the views', in roundings; `MAX_ROUNDINGS` are allowed.
 
     Ragged rows, padding, and rows that go on. Each layer starts from the views' hidden states, scaled down to
@@ -99,28 +99,28 @@ def layers_error(stack: Any, body: FusedBody) -> float:
     rounding of the hidden state itself is left out; the rest is relative, in norm, to what the layer adds.
     """
     caches = [PagedCache(4, PAGE) for _ in range(3)]
-    vocab, rng = stack.vocab_size, torch.Generator().manual_seed(0)
+    vocab, rng = split.vocab_size, torch.Generator().manual_seed(0)
     errors = []
     for spans in CALLS:
         count = sum(span.length for span in spans)
-        tokens = torch.randint(0, vocab, (count,), generator=rng).to(stack.device)
+        tokens = torch.randint(0, vocab, (count,), generator=rng).to(split.device)
         inputs = LayersInputs(CALL_SHAPE, caches[0], tokens.new_zeros(CALL_SHAPE.tokens))
         inputs.fill(spans, tokens)
         whole, views, fused = (StaticRows(cache, inputs.layout, body.kernels) for cache in caches)
-        states: dict[int, Tensor | None] = dict.fromkeys(range(1, stack.num_layers + 1))
-        stack.run_views(whole, 0, stack.num_layers, inputs.given, states)
+        states: dict[int, Tensor | None] = dict.fromkeys(range(1, split.num_layers + 1))
+        split.run_views(whole, 0, split.num_layers, inputs.given, states)
         given = inputs.given
-        for depth in range(stack.num_layers):
+        for depth in range(split.num_layers):
             if depth:
                 before, hidden = states[depth], states[depth + 1]
                 assert before is not None and hidden is not None
                 added = (hidden - before)[:count].float().norm() / before[:count].float().norm()
                 given = before * added.clamp(max=1).to(before.dtype)
-            wanted, last = _one_layer(stack.run_views, views, depth, given, count)
+            wanted, last = _one_layer(split.run_views, views, depth, given, count)
             got, done = _one_layer(body.run, fused, depth, given, count)
             errors.append(_excess(got, wanted, wanted - given[:count] if depth else wanted))
         errors.append(_excess(done, last, last))
-    return float(torch.stack(errors).max()) / ROUNDING[stack.dtype]
+    return float(torch.stack(errors).max()) / ROUNDING[split.dtype]
 
 
 def _one_layer(run: Any, rows: StaticRows, depth: int, given: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -139,19 +139,19 @@ def _excess(got: Tensor, wanted: Tensor, change: Tensor) -> Tensor:
     return beyond.clamp(min=0).norm() / change.norm()
 
 
-def _token_seconds(stack: Any, runner: Any, measure: Measure) -> float:
+def _token_seconds(split: Any, runner: Any, measure: Measure) -> float:
     """The seconds of a plain token, from a recording of all layers and the head as they are run now."""
     cache = runner.new_cache(1, 2 * CONTEXT)
-    token = torch.zeros(1, dtype=torch.int64, device=stack.device)
+    token = torch.zeros(1, dtype=torch.int64, device=split.device)
     inputs = LayersInputs(Shape(1, 1, 1, cache.capacity), cache, token)
     inputs.fill([Span([0], CONTEXT, 1)], token.clone())
 
     def body() -> tuple[Tensor, ...]:
         rows = StaticRows(cache, inputs.layout, runner.kernels)
-        return (stack.logits(stack.run_here(rows, 0, stack.num_layers, inputs.given)),)
+        return (split.logits(split.run_here(rows, 0, split.num_layers, inputs.given)),)
 
     with torch.inference_mode():
-        return measure(runner.graphs.capture.record(body), stack.device)
+        return measure(runner.graphs.capture.record(body), split.device)
 
 
 def replay_seconds(recording: Recording, device: torch.device) -> float:

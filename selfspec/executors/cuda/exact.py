@@ -25,7 +25,7 @@ from selfspec.model.attention_backends import layout_of
 from selfspec.model.fingerprint import hidden_size_of
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span, tensor_of
 from selfspec.model.row_counts import MULTIPLES, measured
-from selfspec.model.stack import Stack, Taps
+from selfspec.model.split_model import SplitModel, Taps
 
 ROWS = 64  # rows of a product, where their number matters
 WIDE = 128  # tokens of a block of a prompt
@@ -34,11 +34,11 @@ STEPS = 4  # last tokens of each of these rows, run one by one, and then togethe
 PAGE = 8
 
 
-def exact_stack(source: Stack, rows: int = ROWS, wide: int = WIDE, checked: Sequence[int] = CHECKED) -> Stack:
-    """A stack over the same weights that runs exact mode. It shares all but the runner.
+def exact_split(source: SplitModel, rows: int = ROWS, wide: int = WIDE, checked: Sequence[int] = CHECKED) -> SplitModel:
+    """A split over the same weights that runs exact mode. It shares all but the runner.
 
     Args:
-        source: a stack that is not compiled; the results of compiled layers are exact as they are.
+        source: a split model that is not compiled; the results of compiled layers are exact as they are.
         rows: the number of rows of a product.
         wide: tokens of a block of a prompt.
         checked: tokens of the rows of the self-check.
@@ -51,14 +51,14 @@ def exact_stack(source: Stack, rows: int = ROWS, wide: int = WIDE, checked: Sequ
     elif source.runner is None or source.runner.refused is not None:
         reason = "here its own modules run"
     else:
-        stack = copy.copy(source)
+        split = copy.copy(source)
         try:
-            stack.runner = ExactRunner(stack, source, rows, wide)
-            reason = _problem_of(stack, stack.runner, checked)
+            split.runner = ExactRunner(split, source, rows, wide)
+            reason = _problem_of(split, split.runner, checked)
         except Exception as raised:  # compilers and drivers raise exceptions of any type
             reason = f"{type(raised).__name__}: {raised}"
         if not reason:
-            return stack
+            return split
         source.runner.graphs.forget(lambda key: True)
     kind = getattr(source.config, "model_type", "model")
     raise UnsupportedModelError(
@@ -66,51 +66,51 @@ def exact_stack(source: Stack, rows: int = ROWS, wide: int = WIDE, checked: Sequ
     )
 
 
-def _problem_of(stack: Stack, runner: ExactRunner, checked: Sequence[int]) -> str:
-    """What is wrong with an exact stack's layers and rounds; "" if nothing is."""
-    error = layers_error(stack, runner.narrow)
+def _problem_of(split: SplitModel, runner: ExactRunner, checked: Sequence[int]) -> str:
+    """What is wrong with an exact split's layers and rounds; "" if nothing is."""
+    error = layers_error(split, runner.narrow)
     if not error <= MAX_ROUNDINGS:  # it may be NaN
         return f"hidden states of fused layers differ by {error:.2g} roundings"
-    problem = round_problem(stack, runner) or runner.refused
+    problem = round_problem(split, runner) or runner.refused
     if problem:
         return problem
-    differs = difference(stack, checked)
+    differs = difference(split, checked)
     return f"{differs} of fused layers depend on the other tokens of a call" if differs else runner.refused or ""
 
 
 class ExactRunner(Runner):
-    """A runner of an exact stack. It shares recordings' memory with the runner of the source.
+    """A runner of an exact split. It shares recordings' memory with the runner of the source.
 
-    It never leaves a call to the stack.
+    It never leaves a call to the split model.
 
     Args:
-        stack: a copy of `source`, which is set up for exact mode.
-        rows, wide: see `exact_stack`.
+        split: a copy of `source`, which is set up for exact mode.
+        rows, wide: see `exact_split`.
     """
 
-    def __init__(self, stack: Stack, source: Stack, rows: int, wide: int) -> None:
+    def __init__(self, split: SplitModel, source: SplitModel, rows: int, wide: int) -> None:
         given, body = source.runner, source.recorded
         assert source.llama is not None
         super().__init__(
-            stack, with_fixed_order(given.kernels), given.graphs.capture, max_rows=given.max_rows, shares=given
+            split, with_fixed_order(given.kernels), given.graphs.capture, max_rows=given.max_rows, shares=given
         )
         with torch.inference_mode():
             if not isinstance(body, FusedBody):
                 body = FusedBody(source.llama, self.kernels, packing_of(source.llama, False))
             self.narrow = ExactBody(body, self.kernels, rows, free=True)
             self.wide = ExactBody(body, with_fixed_order(given.kernels, is_wide=True), wide, free=False)
-            hidden = torch.randn(MULTIPLES * rows, hidden_size_of(stack), generator=torch.Generator().manual_seed(0))
-            stack.head_rows = measured(source.logits, hidden.to(stack.device, stack.dtype), rows)
-        stack.wide, stack.recorded = wide, self.narrow
+            hidden = torch.randn(MULTIPLES * rows, hidden_size_of(split), generator=torch.Generator().manual_seed(0))
+            split.head_rows = measured(source.logits, hidden.to(split.device, split.dtype), rows)
+        split.wide, split.recorded = wide, self.narrow
 
     def run(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None = None) -> Tensor:
-        """See `Stack.run`."""
-        first, rest = parts_of(rows, self.stack.wide)
+        """See `SplitModel.run`."""
+        first, rest = parts_of(rows, self.split.wide)
         if not first:
             return self._run_narrow(rows, start, stop, given, taps)
         inner = [depth for depth in taps or {} if start < depth <= stop]
         parts = list[tuple[Tensor, Tensor, Taps]]()  # indices, hidden states, taps
-        calls = [(self._run_wide, *call) for call in cut(first, self.stack.wide)]
+        calls = [(self._run_wide, *call) for call in cut(first, self.split.wide)]
         if rest:
             index = [at + i for span, at in rest for i in range(span.length)]
             calls.append((self._run_narrow, [span for span, _ in rest], index))
@@ -183,10 +183,10 @@ def cut(part: Sequence[Placed], width: int) -> Iterator[tuple[list[Span], list[i
 
 
 @torch.inference_mode()
-def difference(stack: Stack, lengths: Sequence[int]) -> str:
+def difference(split: SplitModel, lengths: Sequence[int]) -> str:
     """Compare rows decoded alone, token by token, with the same rows in a batch, split at an exit layer.
 
-    Calls are recorded where the stack does so in decoding.
+    Calls are recorded where the split model does so in decoding.
 
     Args:
         lengths: tokens of the rows, at least `STEPS` + 1; longer ones than the context limit are cut.
@@ -195,12 +195,12 @@ def difference(stack: Stack, lengths: Sequence[int]) -> str:
         What differs ("hidden states" or "logits"), or "" where nothing does.
     """
     generator = torch.Generator().manual_seed(0)
-    lengths = [min(n, stack.context_limit) for n in lengths]
-    prompts = [torch.randint(stack.vocab_size, (n,), generator=generator).to(stack.device) for n in lengths]
-    alone = [_alone(stack, prompt) for prompt in prompts]
-    for exit_layer in sorted({max(1, stack.num_layers // 4), stack.num_layers // 2}):
+    lengths = [min(n, split.context_limit) for n in lengths]
+    prompts = [torch.randint(split.vocab_size, (n,), generator=generator).to(split.device) for n in lengths]
+    alone = [_alone(split, prompt) for prompt in prompts]
+    for exit_layer in sorted({max(1, split.num_layers // 4), split.num_layers // 2}):
         order = range(len(prompts)) if exit_layer % 2 else range(len(prompts))[::-1]
-        together = _together(stack, [prompts[i] for i in order], exit_layer)
+        together = _together(split, [prompts[i] for i in order], exit_layer)
         for i, (hidden, logits) in zip(order, together, strict=True):
             if not torch.equal(hidden, alone[i][0]):
                 return "hidden states"
@@ -209,35 +209,35 @@ def difference(stack: Stack, lengths: Sequence[int]) -> str:
     return ""
 
 
-def _alone(stack: Stack, prompt: Tensor) -> tuple[Tensor, Tensor]:
+def _alone(split: SplitModel, prompt: Tensor) -> tuple[Tensor, Tensor]:
     """Hidden states and logits of the last tokens, one token per call."""
-    cache = stack.new_cache(1, len(prompt))
+    cache = split.new_cache(1, len(prompt))
     first = len(prompt) - STEPS
 
     def read(start: int, length: int) -> Tensor:
-        rows = PackedRows(cache, [Span([0], start, length)], stack.device)
+        rows = PackedRows(cache, [Span([0], start, length)], split.device)
         rows.plans["prompts"] = [first if start < first else 0]
-        return stack.run(rows, 0, stack.num_layers, prompt[start : start + length])
+        return split.run(rows, 0, split.num_layers, prompt[start : start + length])
 
     read(0, first)
     hidden = [read(first + step, 1) for step in range(STEPS)]
-    return torch.cat(hidden), torch.cat([stack.logits(one) for one in hidden])
+    return torch.cat(hidden), torch.cat([split.logits(one) for one in hidden])
 
 
-def _together(stack: Stack, prompts: list[Tensor], exit_layer: int) -> list[tuple[Tensor, Tensor]]:
+def _together(split: SplitModel, prompts: list[Tensor], exit_layer: int) -> list[tuple[Tensor, Tensor]]:
     """The same for several rows in small pages, packed in one call, split at the exit layer."""
-    cache: PagedCache = stack.new_cache(sum(-(-len(prompt) // PAGE) for prompt in prompts), PAGE)
+    cache: PagedCache = split.new_cache(sum(-(-len(prompt) // PAGE) for prompt in prompts), PAGE)
     pages = [cache.reserve(len(prompt)) or [] for prompt in prompts]
     firsts = [len(prompt) - STEPS for prompt in prompts]
 
     def read(starts: list[int], lengths: list[int]) -> Tensor:
         spans = [Span(*each) for each in zip(pages, starts, lengths, strict=True)]
-        rows = PackedRows(cache, spans, stack.device)
+        rows = PackedRows(cache, spans, split.device)
         rows.plans["prompts"] = [end if at < end else 0 for at, end in zip(starts, firsts, strict=True)]
         parts = zip(prompts, starts, lengths, strict=True)
-        hidden = stack.run(rows, 0, exit_layer, torch.cat([prompt[at : at + n] for prompt, at, n in parts]))
-        return stack.run(rows, exit_layer, stack.num_layers, hidden)
+        hidden = split.run(rows, 0, exit_layer, torch.cat([prompt[at : at + n] for prompt, at, n in parts]))
+        return split.run(rows, exit_layer, split.num_layers, hidden)
 
     read([0] * len(prompts), firsts)
     hidden = read(firsts, [STEPS] * len(prompts))
-    return list(zip(hidden.split(STEPS), stack.logits(hidden).split(STEPS), strict=True))
+    return list(zip(hidden.split(STEPS), split.logits(hidden).split(STEPS), strict=True))

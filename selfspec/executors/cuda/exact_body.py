@@ -18,7 +18,7 @@ from selfspec.kernels.layout import Layout
 from selfspec.kernels.suite import Kernels
 from selfspec.model.kv_cache import PackedRows
 from selfspec.model.row_counts import MULTIPLES, RowCounts, fill_up, measured, random_rows
-from selfspec.model.stack import Taps
+from selfspec.model.split_model import Taps
 
 LEAST_TILE = 16  # rows of a tile of queries: the fewest that the kernel takes
 # Tokens of a split. Short ones let a single row use more of the device, but each takes 4 * head_dim + 8 bytes for every
@@ -67,7 +67,7 @@ class ExactBody(FusedBody):
         return self._counts[_signature(linear)].apply(linear, x)
 
     def run(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None = None) -> Tensor:
-        """See `Stack.run`. Places are filled up once for all layers, so that products need not do it."""
+        """See `SplitModel.run`. Places are filled up once for all layers, so that products need not do it."""
         assert isinstance(rows, StaticRows)
         count = rows.num_tokens
         filled = self._whole.filled(count)

@@ -13,7 +13,7 @@ from selfspec.executors.cuda.rounds import RecordedRounds
 
 
 class CudaExecutor(Executor):
-    """Replays recorded rounds of the stack's runner.
+    """Replays recorded rounds of the split model's runner.
 
     It serves neither rows with penalties, log-probabilities or logits processors, nor plans with shadow picks,
     divergences or second choices.
@@ -25,12 +25,12 @@ class CudaExecutor(Executor):
     times_stages = False
 
     def __init__(self, fallback: Executor) -> None:
-        super().__init__(fallback.stack, fallback.cache, fallback.picker, fallback.new_seconds)
+        super().__init__(fallback.split, fallback.cache, fallback.picker, fallback.new_seconds)
         self._fallback = fallback
 
     def serves(self, rows: list[Sequence], plan: Plan) -> bool:
         """Whether the runner may record rounds of this plan; see `Executor.serves`."""
-        runner = self.stack.runner
+        runner = self.split.runner
         if runner is None or len(rows) > runner.max_rows:
             return False
         if plan.shadow is not None or plan.keep_divergence or plan.alternatives is not None:
@@ -80,7 +80,7 @@ class CudaExecutor(Executor):
 
     def _begin(self, rows: list[Sequence], draft: RoundDraft) -> RecordedRounds | None:
         """Rounds of these rows, of which none is launched; None if they cannot be recorded."""
-        plan, runner = draft.plan, self.stack.runner
+        plan, runner = draft.plan, self.split.runner
         assert runner is not None
         given = [[]] * len(rows) if draft.given is None else [one.token_ids for one in draft.given]
         round_rows = [_round_row(*one) for one in zip(rows, plan.draft_lengths, given, strict=True)]

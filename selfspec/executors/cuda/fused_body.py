@@ -20,13 +20,13 @@ from selfspec.kernels.layout import Norm
 from selfspec.kernels.suite import Kernels
 from selfspec.model.kv_cache import PackedRows
 from selfspec.model.llama_weights import Layer, Linear, LlamaWeights
-from selfspec.model.stack import Taps
+from selfspec.model.split_model import Taps
 
 Tables = dict[str | None, tuple[Tensor, Tensor]]  # cos and sin by layer type, at addresses that never change
 
 
 class FusedBody:
-    """Layers of a Llama-shaped model over `StaticRows`; `run` does what `Stack.run_here` does.
+    """Layers of a Llama-shaped model over `StaticRows`; `run` does what `SplitModel.run_here` does.
 
     Args:
         weights: the model's weights, in a dtype of `kernels.checks.LAYER_DTYPES`.
@@ -72,7 +72,7 @@ class FusedBody:
         return linear(x)
 
     def run(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None = None) -> Tensor:
-        """Run layers [start, stop); see `Stack.run`."""
+        """Run layers [start, stop); see `SplitModel.run`."""
         assert isinstance(rows, StaticRows)
         layers = self.weights.layers
         assert 0 <= start < stop <= len(layers), f"no layers [{start}, {stop}) among {len(layers)}"

@@ -1,4 +1,4 @@
-"""`Runner`: runs layers, or a whole round, of a stack from recordings.
+"""`Runner`: runs layers, or a whole round, of a split model from recordings.
 
 A decoded token takes many small kernels. Launching them one by one from Python takes longer than reading the weights;
 replaying a CUDA graph does not.
@@ -41,47 +41,47 @@ BUDGET = 2 << 30  # bytes of device memory for recordings
 
 
 def install(
-    stack: Any, make: Callable[[Any], Runner] | None = None, owned: bool = False, measure: Measure | None = None
+    split: Any, make: Callable[[Any], Runner] | None = None, owned: bool = False, measure: Measure | None = None
 ) -> None:
-    """Set a stack's runner and check it: split logits against the whole model's, and recorded against eager rounds.
+    """Set a split model's runner and check it: its logits against the whole model's, recorded against eager rounds.
 
     If making the runner or a check fails, the runner is removed with a warning. Then what runs the layers in recordings
     is chosen, see `selfspec.executors.cuda.body_choice`.
 
     Args:
-        make: makes the runner. Default: one with CUDA graphs if the stack is on CUDA, else none.
+        make: makes the runner. Default: one with CUDA graphs if the split model is on CUDA, else none.
         owned: whether the model's weights may be moved in memory: nobody else uses the model.
         measure: gives the seconds of a replay. Default: `body_choice.replay_seconds`.
     """
     if make is None:
-        if stack.device.type != "cuda" or not has_triton():
+        if split.device.type != "cuda" or not has_triton():
             return
         make = Runner.on_cuda
     try:
-        stack.runner = make(stack)
-        problem = _problem_of(stack)
+        split.runner = make(split)
+        problem = _problem_of(split)
     except Exception as raised:  # compilers and drivers raise exceptions of any type
         problem = f"{type(raised).__name__}: {raised}"
     if problem:
         _log.warning("decoding from graphs does not serve this model here (%s), so it is decoded eagerly", problem)
-        stack.runner = None
+        split.runner = None
         return
-    choose_body(stack, stack.runner, owned, lambda: _problem_of(stack), measure)
+    choose_body(split, split.runner, owned, lambda: _problem_of(split), measure)
 
 
-def _problem_of(stack: Any) -> str:
-    """What is wrong with recorded layers and rounds of a stack; "" if nothing is."""
-    error = split_error(stack)
-    if not error <= TOLERANCE.get(stack.dtype, 0.2):
+def _problem_of(split: Any) -> str:
+    """What is wrong with recorded layers and rounds of a split model; "" if nothing is."""
+    error = split_error(split)
+    if not error <= TOLERANCE.get(split.dtype, 0.2):
         return f"its logits differ by {error:.2g} standard deviations"
-    return round_problem(stack, stack.runner) or ""
+    return round_problem(split, split.runner) or ""
 
 
 class Runner:
-    """Runs one stack from recordings.
+    """Runs one split model from recordings.
 
     Args:
-        stack: a `selfspec.model.stack.Stack`; the runner uses `run_here`, `logits`, `exit_heads` and its sizes.
+        split: a `selfspec.model.split_model.SplitModel`; the runner uses `run_here`, `logits`, `exit_heads`.
         kernels: scatter keys and values, attend, pick and accept.
         capture: records bodies.
         budget: bytes of device memory for all recordings.
@@ -91,20 +91,20 @@ class Runner:
 
     def __init__(
         self,
-        stack: Any,
+        split: Any,
         kernels: Kernels,
         capture: Capture,
         budget: int = BUDGET,
         max_rows: int = MAX_ROWS,
         shares: Runner | None = None,
     ) -> None:
-        self.stack, self.kernels, self.max_rows = stack, kernels, max_rows
+        self.split, self.kernels, self.max_rows = split, kernels, max_rows
         self.graphs: Graphs = Graphs(capture, budget) if shares is None else shares.graphs
         self.storages = Storages()
         self.refused: str | None = None
         """The first operation that could not be recorded; everything then runs eagerly."""
-        self._heads = stack.exit_heads
-        self._weights = [one for one in (*stack.model.parameters(), *stack.model.buffers()) if is_dense(one)]
+        self._heads = split.exit_heads
+        self._weights = [one for one in (*split.model.parameters(), *split.model.buffers()) if is_dense(one)]
         self._addresses = self._addresses_now()
         self._parts = WeakValueDictionary[int, HeldSubset]()  # by size; recordings hold them
         self._given: dict[bool, Tensor] = {}  # input buffers of layers, for tokens and for hidden states
@@ -112,13 +112,13 @@ class Runner:
         self._lock: threading.Lock = threading.Lock() if shares is None else shares._lock
 
     @classmethod
-    def on_cuda(cls, stack: Any, budget: int = BUDGET) -> Runner:
+    def on_cuda(cls, split: Any, budget: int = BUDGET) -> Runner:
         """A runner with Triton kernels and CUDA graphs.
 
         Raises:
             ImportError: Triton is not installed.
         """
-        return cls(stack, triton_kernels(), CudaCapture(stack.device), budget)
+        return cls(split, triton_kernels(), CudaCapture(split.device), budget)
 
     @property
     def limits(self) -> RoundLimits:
@@ -150,7 +150,7 @@ class Runner:
     def run(
         self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: dict[int, Tensor | None] | None = None
     ) -> Tensor | None:
-        """Run layers; see `Stack.run`. None for calls without recordings: prompts, foreign caches, refused models."""
+        """Run layers; see `SplitModel.run`. None without recordings: prompts, foreign caches, refused models."""
         storage = self.storages.of(rows.cache)
         if storage is None or self.refused is not None or not torch.is_inference_mode_enabled():
             return None
@@ -171,7 +171,7 @@ class Runner:
                 def body() -> tuple[Tensor, ...]:
                     static = StaticRows(storage.cache, inputs.layout, self.kernels)
                     states: dict[int, Tensor | None] = dict.fromkeys(tapped)
-                    hidden = self.stack.run_here(static, start, stop, inputs.given, states if tapped else None)
+                    hidden = self.split.run_here(static, start, stop, inputs.given, states if tapped else None)
                     return hidden, *(one for one in states.values() if one is not None)
 
                 return inputs, body
@@ -207,13 +207,13 @@ class Runner:
         with self._lock:
             part = self._part(plan.draft_vocab) if key.exit_layer else None
             key = key._replace(vocab=0 if part is None else len(part.tokens))
-            if self.stack.exit_heads is not self._heads:  # recorded rounds read the previous heads
-                self._heads = self.stack.exit_heads
+            if self.split.exit_heads is not self._heads:  # recorded rounds read the previous heads
+                self._heads = self.split.exit_heads
                 self.graphs.forget(lambda one: one[1] == "round")  # type: ignore[index]
 
             def prepare() -> tuple[RoundInputs, WholeRound]:
-                inputs = RoundInputs(key, storage.cache, self.stack.device, part)
-                return inputs, WholeRound(self.stack, storage.cache, self.kernels, inputs)
+                inputs = RoundInputs(key, storage.cache, self.split.device, part)
+                return inputs, WholeRound(self.split, storage.cache, self.kernels, inputs)
 
             made = self._recorded((storage, "round", key), prepare)
             if made is None:
@@ -244,7 +244,7 @@ class Runner:
 
     def _part(self, size: int | None) -> HeldSubset | None:
         """The part of the vocabulary of this size, up to date; None: drafts are over the whole vocabulary."""
-        subset = self.stack.draft_subset(size)
+        subset = self.split.draft_subset(size)
         if subset is None:
             return None
         held = self._parts.get(len(subset.tokens))

@@ -30,7 +30,7 @@ class Expected(NamedTuple):
 
 
 @torch.inference_mode()
-def round_problem(stack: Any, runner: Any) -> str | None:
+def round_problem(split: Any, runner: Any) -> str | None:
     """A description of what is wrong with a runner's recorded rounds; None if nothing is.
 
     The check drafts and verifies two sampled rows, then one greedy row: eagerly, from a new recording, and from the
@@ -38,19 +38,19 @@ def round_problem(stack: Any, runner: Any) -> str | None:
     after such a pick. A second round of the same rows is compared with one whose rows come from the host.
 
     Args:
-        stack: a `selfspec.model.stack.Stack`.
+        split: a `selfspec.model.split_model.SplitModel`.
         runner: a `selfspec.executors.cuda.runner.Runner` of it.
     """
     if runner.max_rows == 0:
         return None
-    exit_layer = max(1, stack.num_layers // 4)
+    exit_layer = max(1, split.num_layers // 4)
     plan = Plan(exit_layer, (NUM_DRAFTS,))
     rng = torch.Generator().manual_seed(0)
     for case in CASES:
         cache = runner.new_cache(len(case), PAGE)
-        prompts = [torch.randint(0, stack.vocab_size, (n,), generator=rng).tolist() for n in LENGTHS[: len(case)]]
+        prompts = [torch.randint(0, split.vocab_size, (n,), generator=rng).tolist() for n in LENGTHS[: len(case)]]
         rows = [_row([i], prompt, *one) for i, (prompt, one) in enumerate(zip(prompts, case, strict=True))]
-        expected = [_expected(stack, cache, row, prompt, exit_layer) for row, prompt in zip(rows, prompts, strict=True)]
+        expected = [_expected(split, cache, row, prompt, exit_layer) for row, prompt in zip(rows, prompts, strict=True)]
         kind = "two sampled rows" if len(case) > 1 else "a single row"
         allocated: list[Tensor] = []
         for when in ("when it was recorded", "when it was replayed"):
@@ -59,7 +59,7 @@ def round_problem(stack: Any, runner: Any) -> str | None:
                 return None
             if not all(_agrees(one, wanted) for one, wanted in zip(done, expected, strict=True)):
                 return f"a round of {kind} picks other tokens {when}"
-            allocated += [torch.full((size,), 255, dtype=torch.uint8, device=stack.device) for size in CHURN * 8]
+            allocated += [torch.full((size,), 255, dtype=torch.uint8, device=split.device) for size in CHURN * 8]
         if not _continues(runner, cache, rows, plan):
             return f"a second round of {kind} is not what it is with rows from the host"
     return None
@@ -86,39 +86,39 @@ def _row(pages: list[int], prompt: list[int], temperature: float, seed: int) -> 
     )  # fmt: skip
 
 
-def _expected(stack: Any, cache: PagedCache, row: RoundRow, prompt: list[int], exit_layer: int) -> Expected:
+def _expected(split: Any, cache: PagedCache, row: RoundRow, prompt: list[int], exit_layer: int) -> Expected:
     """Run the prompt without its last token, then draft and verify with the eager layers and torch's pick."""
 
     def layers(at: int, count: int, start: int, stop: int, given: Tensor) -> Tensor:
-        rows = PackedRows(cache, [Span(row.pages, at, count)], stack.device)
-        hidden: Tensor = stack.run_here(rows, start, stop, given)
+        rows = PackedRows(cache, [Span(row.pages, at, count)], split.device)
+        hidden: Tensor = split.run_here(rows, start, stop, given)
         return hidden
 
-    tokens = torch.tensor(prompt, device=stack.device)
+    tokens = torch.tensor(prompt, device=split.device)
     held = len(prompt) - 1
     hidden = layers(0, held, 0, exit_layer, tokens[:-1])
-    layers(0, held, exit_layer, stack.num_layers, hidden)
+    layers(0, held, exit_layer, split.num_layers, hidden)
     token, states = tokens[-1:], list[Tensor]()
     drafted, drafts_clear = list[int](), list[bool]()
     for step in range(NUM_DRAFTS + 1):
         states.append(layers(held + step, 1, 0, exit_layer, token))
         if step < NUM_DRAFTS:
-            token, clear = _pick(stack, stack.logits(states[-1], exit_layer), row, held + step + 1)
+            token, clear = _pick(split, split.logits(states[-1], exit_layer), row, held + step + 1)
             drafted += token.tolist()
             drafts_clear += clear
-    last = layers(held, NUM_DRAFTS + 1, exit_layer, stack.num_layers, torch.cat(states))
-    picks, picks_clear = _pick(stack, stack.logits(last), row, held + 1)
+    last = layers(held, NUM_DRAFTS + 1, exit_layer, split.num_layers, torch.cat(states))
+    picks, picks_clear = _pick(split, split.logits(last), row, held + 1)
     return Expected(drafted, picks.tolist(), drafts_clear, picks_clear)
 
 
-def _pick(stack: Any, logits: Tensor, row: RoundRow, position: int) -> tuple[Tensor, list[bool]]:
+def _pick(split: Any, logits: Tensor, row: RoundRow, position: int) -> tuple[Tensor, list[bool]]:
     """Picks `[N]` at positions from `position` on, and for each whether rounding cannot change it."""
     positions = position + torch.arange(len(logits), device=logits.device)
     filters = {"temperature": row.temperature, "top_k": row.top_k, "top_p": row.top_p, "min_p": row.min_p}
     params = SamplingParams(**filters, seed=row.seed)  # type: ignore[arg-type]
     scores = scored(logits, [params] * len(logits), positions)
     best = scores.topk(2).values
-    tolerance = TOLERANCE.get(stack.dtype, 0.2) * logits.std() / (row.temperature or 1.0)
+    tolerance = TOLERANCE.get(split.dtype, 0.2) * logits.std() / (row.temperature or 1.0)
     return scores.argmax(-1), (best[:, 0] - best[:, 1] > tolerance).tolist()
 
 

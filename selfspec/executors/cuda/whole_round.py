@@ -25,14 +25,14 @@ class WholeRound:
     """The body of a recorded round. It holds the constants that the recording reads.
 
     Args:
-        stack: runs layers (`run_here`) and heads (`logits`, `subset_logits`).
+        split: runs layers (`run_here`) and heads (`logits`, `subset_logits`).
         cache: the KV cache.
         kernels: attend, pick, accept and advance.
         inputs: the input buffers.
     """
 
-    def __init__(self, stack: Any, cache: PagedCache, kernels: Kernels, inputs: RoundInputs) -> None:
-        self.stack, self.cache, self.kernels, self.inputs, self.key = stack, cache, kernels, inputs, inputs.key
+    def __init__(self, split: Any, cache: PagedCache, kernels: Kernels, inputs: RoundInputs) -> None:
+        self.split, self.cache, self.kernels, self.inputs, self.key = split, cache, kernels, inputs, inputs.key
         device = inputs.rows.device
         self._slots = torch.arange(self.key.slots, device=device)
         self._places = torch.arange(self.key.width, device=device)
@@ -56,8 +56,8 @@ class WholeRound:
             hidden, counts = tokens, (fields["drafts"] + 1) * live
         positions = content[:, None] - 1 + self._places
         rows = self._rows(positions, self._places < counts[:, None], counts, content - 1 + counts)
-        last = self.stack.run_here(rows, key.exit_layer, self.stack.num_layers, hidden)
-        picks, _ = self.kernels.pick(self.stack.logits(last), self._sampling(fields, positions + 1))
+        last = self.split.run_here(rows, key.exit_layer, self.split.num_layers, hidden)
+        picks, _ = self.kernels.pick(self.split.logits(last), self._sampling(fields, positions + 1))
         eos = self.inputs.rows[:, len(FIELDS) : len(FIELDS) + key.most_eos].contiguous()
         layout, remaining = rows.layout, fields["remaining"].int()
         done = self.kernels.accept(tokens, picks, layout.starts, layout.counts, remaining, eos, key.width)
@@ -95,7 +95,7 @@ class WholeRound:
         """Run one token of each row that is going through the early layers; `[slots, hidden_size]`."""
         content = fields["content"] + step
         rows = self._rows(content[:, None] - 1, going[:, None], going.long(), content * going)
-        state: Tensor = self.stack.run_here(rows, 0, self.key.exit_layer, token)
+        state: Tensor = self.split.run_here(rows, 0, self.key.exit_layer, token)
         return state
 
     def _pick_draft(self, fields: Fields, step: int, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,8 +103,8 @@ class WholeRound:
         key, part = self.key, self.inputs.part
         sampling = self._sampling(fields, (fields["content"] + step)[:, None])
         if part is None:
-            return self.kernels.pick(self.stack.logits(state, key.exit_layer), sampling)
-        logits = self.stack.subset_logits(state, key.exit_layer, part)
+            return self.kernels.pick(self.split.logits(state, key.exit_layer), sampling)
+        logits = self.split.subset_logits(state, key.exit_layer, part)
         return self.kernels.pick(logits, sampling, names=part.tokens)
 
     def _continues(self, confidence: Tensor, going: Tensor, survival: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from selfspec.configuration import (
+from train.configuration import (
     add_flags,
     as_plain,
     build,

@@ -1,4 +1,4 @@
-"""`Stack`: any range of a model's layers over packed rows, and the model's head after any layer."""
+"""`SplitModel`: any range of a model's layers over packed rows, and the model's head after any layer."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.file_weights import FileWeights
 from selfspec.model.kv_cache import PackedRows, PagedCache
 from selfspec.model.llama_weights import LlamaWeights
+from selfspec.model.quiet_imports import quiet_imports
 from selfspec.model.row_counts import RowCounts
 from selfspec.model.shortlist import ShortHead, sample_of
 from selfspec.model.tensor_parallel import ranks_of
 from selfspec.model.views import base_of, family_of, head_view, layer_view, make_twin, unwrap
-from selfspec.quiet_imports import quiet_imports
 
 with quiet_imports():
     from transformers import AttentionInterface
@@ -33,7 +33,7 @@ Taps = dict[int, Tensor | None]  # number of layers -> hidden states after so ma
 
 
 class Layers(Protocol):
-    """A faster implementation of layers than the views. The methods do what those of `Stack` do."""
+    """A faster implementation of layers than the views. The methods do what those of `SplitModel` do."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -42,7 +42,7 @@ class Layers(Protocol):
 
 
 class Body(Layers, Protocol):
-    """A faster implementation of layers and head than the views. The methods do what those of `Stack` do."""
+    """A faster implementation of layers and head than the views. The methods do what those of `SplitModel` do."""
 
     @property
     def is_rounded(self) -> bool: ...
@@ -54,7 +54,7 @@ class Body(Layers, Protocol):
     def shadow_picks(self, *inputs: Any) -> tuple[Tensor, Tensor] | None: ...
 
 
-class Stack:
+class SplitModel:
     """A causal LM whose layers can run in parts. It shares the weights of the model, which does not change.
 
     Args:
@@ -94,7 +94,7 @@ class Stack:
         self.device: torch.device = embedding.device
         self.dtype: torch.dtype = embedding.dtype
         auto = attention == "auto"
-        self.backend = (
+        self.attention = (
             fastest.choose(self.device, self.dtype, self.config) if auto else backends.named(attention, self.device)
         )
         """The attention backend."""
@@ -136,7 +136,7 @@ class Stack:
         return self.compiled is not None and self.exit_heads is None and not self.compiled.is_rounded
 
     @property
-    def engine(self) -> str:
+    def backend(self) -> str:
         """The implementation that runs the layers: "views" or "compiled"."""
         return "views" if self.compiled is None else "compiled"
 
@@ -202,7 +202,7 @@ class Stack:
         return self.run_here(rows, start, stop, given, taps)
 
     def new_cache(self, num_pages: int, page_size: int) -> PagedCache:
-        """Make a KV cache for this stack."""
+        """Make a KV cache for this split model."""
         if self.runner is None:
             return PagedCache(num_pages, page_size, self.num_layers)
         made: PagedCache = self.runner.new_cache(num_pages, page_size)
@@ -211,7 +211,7 @@ class Stack:
     def run_here(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None = None) -> Tensor:
         """Do what `run` does without CUDA graphs."""
         if rows.attend is None:
-            rows.attend = self.backend.attend
+            rows.attend = self.attention.attend
         body = self.recorded if rows.is_static else self.compiled
         if body is not None:
             return body.run(rows, start, stop, given, taps)

@@ -1,0 +1,165 @@
+"""`opened`: the `LLM` that a command's options ask for; in the end what it learned is saved. `Run`: what it gave."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING
+
+from selfspec.cli.failure import RUN, Failure
+from selfspec.cli.options import ModelOptions, as_sentences
+from selfspec.cli.status import StatusConsole
+from selfspec.core import LOOKUP, RoundOutput, Sequence, SpeculativeConfig, StageSeconds
+from selfspec.decoding.outputs import SpecStats
+
+if TYPE_CHECKING:
+    from selfspec.learn import Learner
+    from selfspec.llm import LLM
+
+STAGES = [one.name for one in fields(StageSeconds) if not one.name.startswith("_")]
+
+
+def open_llm(
+    model: str,
+    options: ModelOptions,
+    speculative: SpeculativeConfig | None = None,
+    *,
+    max_num_seqs: int = 8,
+    prefix_cache: bool | None = None,
+    prefix_cache_tokens: int = 0,
+) -> LLM:
+    """The model, opened up, in this process's threads."""
+    from selfspec.kernels.machine import set_threads
+    from selfspec.llm import LLM
+
+    set_threads(options.threads)
+    with as_sentences():
+        return LLM(
+            model,
+            dtype=options.dtype,
+            device=options.device,
+            adapter=options.adapter,
+            exit_heads=options.exit_heads,
+            quantize=options.quantize,
+            backend=options.backend,
+            exact=options.exact,
+            max_num_seqs=max_num_seqs,
+            speculative=speculative,
+            prefix_cache=prefix_cache,
+            prefix_cache_tokens=prefix_cache_tokens,
+        )
+
+
+@contextmanager
+def opened(
+    model: str,
+    options: ModelOptions,
+    speculative: SpeculativeConfig,
+    status: StatusConsole,
+    *,
+    learn: Path | None = None,
+    max_num_seqs: int = 8,
+    prefix_cache: bool | None = None,
+) -> Iterator[LLM]:
+    """The model, opened up. In the end, interrupted or not, what was learned is saved.
+
+    Args:
+        learn: folder of exit heads that are trained meanwhile; those that are there take the place of the model's.
+    """
+    with status.waiting("importing torch and transformers"):
+        import selfspec.llm  # noqa: F401
+    if learn is not None:
+        options = _with_learned(options, learn)
+    with status.waiting(f"loading {model}"):
+        llm = open_llm(model, options, speculative, max_num_seqs=max_num_seqs, prefix_cache=prefix_cache)
+    learner = None
+    if learn is not None:
+        learner = _learner(llm, learn)
+        llm.speculative = replace(speculative, learn=learner)
+    try:
+        yield llm
+    finally:
+        llm.target.save_prior()
+        if learner is not None:
+            _save(learner, learn, status)
+
+
+def _with_learned(options: ModelOptions, folder: Path) -> ModelOptions:
+    """The options with the heads that are in the folder to learn in."""
+    from selfspec.model.exit_heads import FILE
+
+    if folder.exists() and not folder.is_dir():
+        raise Failure(f"--learn needs a folder, got the file {folder}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as problem:
+        raise Failure(f"--learn {folder} cannot be written to ({problem.strerror}); choose another", RUN) from problem
+    if not (folder / FILE).is_file():
+        return options
+    if options.exit_heads is not None:
+        raise Failure(f"--learn {folder} goes on with the heads that are there; leave --exit-heads out")
+    return replace(options, exit_heads=str(folder))
+
+
+def _learner(llm: LLM, folder: Path) -> Learner:
+    from selfspec.learn import Learner
+
+    config = llm.speculative
+    if llm.target.policy_name(config) == "plain":
+        raise Failure("--learn learns from rejected drafts, and plain decoding has none; leave one of them out")
+    with as_sentences():
+        return Learner(llm.target, folder=folder, layers=None if config.exit_layer is None else [config.exit_layer])
+
+
+def _save(learner: Learner, folder: Path | None, status: StatusConsole) -> None:
+    try:
+        learner.save()
+    except OSError as problem:
+        raise Failure(f"--learn {folder} cannot be written to ({problem.strerror})", RUN) from problem
+    share = learner.seconds / max(learner.decoding_seconds, 1e-9)
+    line = f"learned from {learner.num_examples} rejected drafts in {learner.num_updates} updates, "
+    status.say(f"{line}{learner.seconds:.2f} s ({share:.1%} of decoding); saved in {folder}")
+
+
+@dataclass(slots=True)
+class Run:
+    """What a call of `LLM.generate` or `LLM.stream` gave, collected from its rounds (`on_round`)."""
+
+    finished: list[Sequence] = field(default_factory=list)
+    seconds_by_stage: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(STAGES, 0)))
+    num_rounds: Counter[int | None] = field(default_factory=Counter)  # by exit layer, `LOOKUP`, or None: plain
+
+    def add(self, round_: RoundOutput) -> None:
+        """Count a round."""
+        self.finished += [row.sequence for row in round_.rows if row.finish_reason is not None]
+        for stage in STAGES:
+            self.seconds_by_stage[stage] += getattr(round_.seconds, stage)
+        if round_.plan is not None:
+            self.num_rounds[round_.exit_layer] += 1
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.seconds_by_stage.values())
+
+    @property
+    def token_ids(self) -> list[int]:
+        """New tokens of all sequences, in their order, end to end."""
+        ordered = sorted(self.finished, key=lambda sequence: (int(sequence.request_id), sequence.index))
+        return [token for sequence in ordered for token in sequence.completion_token_ids]
+
+    @property
+    def stats(self) -> SpecStats:
+        return sum((sequence.stats for sequence in self.finished), SpecStats())
+
+    @property
+    def plans(self) -> dict[str, int]:
+        """Rounds by "lookup", by exit layer, ascending, then "plain"."""
+        names = {None: "plain", LOOKUP: "lookup"}
+        ordered = sorted(self.num_rounds.items(), key=lambda one: (one[0] is None, one[0] or 0))
+        return {names.get(exit_layer, str(exit_layer)): count for exit_layer, count in ordered}

@@ -1,0 +1,176 @@
+"""Coloured drafts: the pieces add up to the text, whatever is struck out between them."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from selfspec import LLM, SamplingParams
+from selfspec.cli import show
+from selfspec.cli.compare import Comparison
+from selfspec.cli.drafts import Piece, PieceCutter, legend, paint, picture
+from selfspec.cli.session import STAGES, Run
+from selfspec.control.plan import NUM_BINS, SurvivalStop
+from selfspec.core import Plan, Request, RoundOutput, RowRound, Sequence, StageSeconds
+from selfspec.decoding.outputs import SpecStats
+from tests import cli_fixtures
+
+model_folder = cli_fixtures.model_folder
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+SEQUENCE = Sequence(0, Request([0]), [0], 9)
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("stop", [(), ("Y,", "?")])
+def test_pieces_without_the_rejected_ones_are_the_text(model_folder, temperature, stop):
+    llm = LLM(model_folder)
+    for seed, prompt in enumerate(["abc", "def f(x):", "user: hi\nbot:"]):
+        rows = []
+        params = SamplingParams(temperature=temperature, seed=seed, max_tokens=60, stop=stop)
+        [output] = llm.generate(prompt, params, on_round=lambda round_, rows=rows: rows.extend(round_.rows))
+        cutter = PieceCutter(llm.tokenizer, rows[0].sequence.request)
+        text = "".join(piece.text for row in rows for piece in cutter.pieces(row) if piece.kind != "rejected")
+        assert text == output.outputs[0].text
+
+
+def test_kinds_say_who_wrote_what():
+    class Letters:
+        """Token n is the n-th letter of the alphabet."""
+
+        def decode(self, ids, **options):
+            return "".join(chr(97 + i) for i in ids)
+
+    cutter = PieceCutter(Letters(), SEQUENCE.request)
+    pieces = cutter.pieces(RowRound(SEQUENCE, 4, 2, [1, 2, 3], [1, 2, 25, 24]))
+    shown = [piece for piece in pieces if piece.text]
+    assert shown == [("b", "accepted"), ("c", "accepted"), ("z", "rejected"), ("d", "own")]
+    assert cutter.pieces(RowRound(SEQUENCE, 0, 0, [4])) == [("e", "own")]
+
+
+def painted(pieces, colour=True):
+    console = Console(
+        file=io.StringIO(), force_terminal=colour, color_system="standard" if colour else None, width=20, _environ={}
+    )
+    for piece in pieces:
+        paint(console, [piece])
+    return console.file.getvalue()
+
+
+TEXTS = st.lists(
+    st.tuples(st.text("ab c\n\t漢", max_size=6), st.sampled_from(["accepted", "own", "rejected"])), max_size=20
+)
+
+
+@given(TEXTS)
+def test_painting_changes_no_character(pieces):
+    pieces = [Piece(*piece) for piece in pieces]
+    text = "".join(piece.text for piece in pieces).replace("\t", " " * 4)
+    assert ANSI.sub("", painted(pieces)) == text
+    assert painted(pieces, colour=False) == text
+
+
+def test_text_cannot_steer_the_terminal():
+    assert "\x1b[2J" not in painted([Piece("a\x1b[2Jb\x9b\x07", "own")])
+
+
+def run_of(num_tokens, seconds, stats):
+    sequence = Sequence(0, Request([0]), [0] * (1 + num_tokens), 99, request_id="0", stats=stats)
+    return Run([sequence], {"verify": seconds})
+
+
+def test_the_closing_line_has_speed_acceptance_and_speedup():
+    stats = SpecStats()
+    stats.add_round(4, 3, 4)
+    stats.add_round(4, 1, 2)
+    run = run_of(6, 0.1, stats)
+    assert show.closing_line(run).plain == "60 tokens/s · acceptance length 3.00"
+    line = show.closing_line(run, Comparison([0.1], [0.2], None)).plain
+    assert line == "60 tokens/s · acceptance length 3.00 · 2.00x plain decoding (30 tokens/s) · same 6 tokens"
+    line = show.closing_line(run, Comparison([0.1], [0.2], 2, [0.3], 4)).plain
+    assert "tokens differ from number 3 on" in line
+    assert line.endswith(" · 3.00x transformers' generate (20 tokens/s) · tokens differ from number 5 on (rounding)")
+
+
+ONE_OF_TWO = RowRound(SEQUENCE, 2, 1, [5, 6], [5, 7])
+
+
+def line_of(number, plan, *rows, exit_layer=-1):
+    drafts = plan.exit_layer if exit_layer < 0 else exit_layer
+    return show.plan_line(number, RoundOutput(drafts, [*rows], StageSeconds(), plan))
+
+
+@pytest.mark.parametrize(
+    ("plan", "line"),
+    [
+        (Plan(None, (0,), speedup=1.0), "round    7  plain"),
+        (Plan(3, (4,)), "round    7  exit  3  up to  4  drafted  2  accepted  1"),
+        (
+            Plan(3, (18,), stop=SurvivalStop((0.5,) * NUM_BINS, 0.618), speedup=2.342),
+            "round    7  exit  3  up to 18  drafted  2  accepted  1  2.34x expected  stops below 62%",
+        ),
+        (
+            Plan(12, (18,), min_confidence=0.4),
+            "round    7  exit 12  up to 18  drafted  2  accepted  1  stops at a token below 40%",
+        ),
+    ],
+    ids=["plain", "fixed", "with a stop", "with a confidence"],
+)
+def test_a_plan_is_a_line(plan, line):
+    assert line_of(7, plan, ONE_OF_TWO) == line
+
+
+def test_a_round_of_several_rows_gives_sums():
+    rows = [ONE_OF_TWO, RowRound(SEQUENCE, 0, 0, [5])]
+    assert line_of(123, Plan(3, (4, 0)), *rows) == "round  123   2 rows  exit  3  up to  4  drafted  2  accepted  1"
+    assert line_of(1, Plan(None, (0, 0)), *rows) == "round    1   2 rows  plain"
+
+
+def test_a_round_by_lookup_says_so_whoever_drafts_the_others():
+    row = RowRound(SEQUENCE, 2, 2, [5, 6, 7], [5, 6])
+    assert line_of(1, Plan(0, (2,)), row) == "round    1  lookup  drafted  2  accepted  2"
+    assert line_of(1, Plan(3, (4,), speedup=2.0), row, exit_layer=0) == "round    1  lookup  drafted  2  accepted  2"
+
+
+def test_tokens_on_branches_are_in_the_line_and_in_the_table():
+    row = RowRound(SEQUENCE, 1, 1, [5, 6], [5], num_branch_tokens=4)
+    assert line_of(1, Plan(3, (8,)), row) == "round    1  exit  3  up to  8  drafted  1 +4 on branches  accepted  1"
+    stats = SpecStats()
+    for num_branch_tokens, is_shown in ((0, False), (4, True)):
+        stats.add_round(3, 2, 3, num_branch_tokens)
+        assert (["on", "other", "branches", "4"] in table_of(stats, {"draft": 1.0}, {"3": 1})) == is_shown
+
+
+def table_of(*given):
+    console = Console(file=io.StringIO(), width=100, _environ={})
+    console.print(show.stats_table(*given))
+    return [line.split() for line in console.file.getvalue().splitlines()]
+
+
+def test_the_table_has_rounds_by_exit_layer():
+    lines = table_of(SpecStats(), {"draft": 0.25, "verify": 0.75}, {"3": 8, "5": 11, "plain": 1})
+    assert lines[2:5] == [["exit", "3", "40%"], ["exit", "5", "55%"], ["plain", "5%"]]
+
+
+def test_the_table_fits_on_a_screen_however_many_layers_and_positions_there_are():
+    stats = SpecStats()
+    stats.add_round(128, 128, 129, 3)
+    plans = {"lookup": 5, **{str(layer): layer for layer in range(1, 80)}, "plain": 9}
+    lines = table_of(stats, dict.fromkeys(STAGES, 0.1), plans)
+    assert len(lines) + 2 <= 40, "with a blank line before and a closing one after"
+    shares = [int(line[-1][:-1]) for line in lines if line[0] == "exit" or line[:2] == ["other", "exits"]]
+    assert len(shares) == 7 and 97 <= sum(shares) <= 103 and any(line[:2] == ["position", "128"] for line in lines)
+
+
+def test_a_picture_holds_every_colour(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    pieces = [Piece("x = ", "prompt"), Piece("one", "accepted"), Piece(" two", "own")]
+    pieces.append(Piece("three", "rejected"))
+    drawn = picture(pieces, legend(8), show.closing_line(run_of(2, 1.0, SpecStats())), "title")
+    assert drawn.lstrip().startswith("<svg")
+    assert "line-through" in drawn and "bold" in drawn
+    assert all(word in drawn for word in ("title", "one", "two", "three", "all&#160;8&#160;layers"))
