@@ -574,11 +574,12 @@ def test_an_engine_refuses_what_is_out_of_range_and_goes_on(model):
     assert {*run.sequences} == {"a", "0"}
 
 
-def test_what_was_learned_outlives_a_call_that_could_not_begin(model):
+def test_what_was_learned_outlives_an_engine_that_could_not_be_made(model, monkeypatch):
     llm = LLM(model)
     llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8))
     kept = llm.target.policies._idle
-    llm.speculative = SpeculativeConfig(corpus="no such file")
-    with pytest.raises(OSError, match="no such file"):
-        llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8))
+    with monkeypatch.context() as patch:
+        patch.setattr("selfspec.llm.LLMEngine.__init__", lambda *given, **named: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8))
     assert kept is not None and llm.target.policies._idle == kept

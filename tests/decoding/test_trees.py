@@ -33,8 +33,8 @@ def test_alternatives_change_no_token_of_any_family(family):
     are_right = all(row.num_accepted == row.num_drafted for row in policy.rows)  # then no alternative is asked for
     assert are_right or True in {row.alternative for row in policy.rows}
     assert sum(one.stats.num_branch_tokens for one in done) > 0
-    drafted = sum(len(row.drafted) + row.num_branch_tokens for row in policy.rows)
-    assert sum(one.stats.num_draft_tokens for one in done) == drafted
+    followed = [row for row in policy.rows if row.alternative and row.num_drafted == 4 and not row.finish_reason]
+    assert max(len(row.drafted) + row.num_branch_tokens for row in followed) == 4 + everything.most
 
 
 @st.composite
