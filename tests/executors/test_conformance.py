@@ -153,7 +153,7 @@ def test_random_plans_draft_in_every_way_and_each_executor_runs_its_own(
     assert any(row.divergences for row in rows) and any(row.is_outside_vocab for row in rows)
     assert kind != "eager" or {True, False} <= {row.alternative for row in rows}
     own = "cuda" if kind in RECORDED else kind
-    assert {name: count > 9 for name, count in calls.items()} == {name: own == name for name in calls}
+    assert {name: count > 3 for name, count in calls.items()} == {name: own == name for name in calls}
 
 
 def check_policy(kind: str, policy: Policy, made: Target | None = None) -> None:
