@@ -181,7 +181,7 @@ class SpeculativeConfig:
             learns what pays and needs no settings, or `fixed` where one of the next two is given.
         exit_layer: layers that draft, 1..num_layers - 1.
         num_speculative_tokens: tokens drafted per round.
-        drafters: where `adaptive` may take drafts from, some of `DRAFTERS`: "exit" (early layers), "lookup" (what
+        drafters: where `adaptive` may take drafts from, some of "exit" (early layers), "lookup" (what
             followed earlier in the text, in finished responses or in a corpus), "copies" (4-bit copies of early layers
             in their place); default: all.
         corpus: a file that `selfspec corpus build` wrote, or an open `selfspec.Datastore`, for lookup.

@@ -112,17 +112,20 @@ class SelfSpeculative:
             _refuse(model, **given)
             llm = self._llm(model, exit_layer, num_speculative_tokens, policy, len(ids))
             target = llm.target
-            target.refresh(self.exact)
-            target.split.model.generation_config = config  # the twin's: the engine's defaults come from there
+            split = target.refresh(self.exact)
+            split.model.generation_config = config  # the twin's: the engine's defaults come from there
             if self._stops():
                 stop = StopStringCriteria(self.tokenizer, self._stops())
                 given["stopping_criteria"] = [*given["stopping_criteria"], stop]
-            call = Call(ids, target.split.context_limit, given)
+            call = Call(ids, split.context_limit, given)
             share = -(-call.longest // PAGE_SIZE) * PAGE_SIZE  # whole pages, so that all rows fit at once
-            engine = llm.engine(
+            engine = llm._engine(  # `llm.engine` would compare all weights again
+                split,
+                llm.max_num_seqs,
                 max_num_cached_tokens=len(ids) * share,
                 prefill_chunk=config.prefill_chunk_size or 512,
                 max_step_seconds=MAX_STEP_SECONDS if self.streamer is None else None,
+                prefix_cache=llm.prefix_cache,
             )
             rows = self._decode(engine, call)
             llm.keep_statistics(engine)

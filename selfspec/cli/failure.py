@@ -30,7 +30,7 @@ def ending(problem: BaseException) -> int:
         return say(f"the output cannot be written ({problem.strerror or problem}); make room and run it again", RUN)
     if hasattr(problem, "format_message"):  # typer's usage errors; their classes are private
         path = getattr(getattr(problem, "ctx", None), "command_path", "selfspec")
-        return say(f"{problem.format_message().rstrip('.')}; see '{path} --help'", USAGE)
+        return say(f"{problem.format_message().replace('Value error, ', '').rstrip('.')}; see '{path} --help'", USAGE)
     if type(problem).__name__ == "OutOfMemoryError":
         return say("the device ran out of memory; lower --max-tokens, or choose --dtype bfloat16 or --device cpu", RUN)
     if isinstance(problem, MemoryError):

@@ -215,8 +215,8 @@ class LLMEngine:
         seconds.lap("prefill")
         ready = [sequence for sequence in self.running if sequence.is_prefilled]
         if ready:
-            plan = self._policy.plan(ready)
-            rounds = self._run(ready, plan, seconds)
+            plan, deadline = self._limited(self._policy.plan(ready), ready)
+            rounds = self._run(ready, plan, deadline, seconds)
             self._policy.observe(plan, rounds)
             self._round_seconds = rounds[-1].seconds.total if rounds else 0.0
         elif not self._rounds:
@@ -225,9 +225,8 @@ class LLMEngine:
         self._learn()
         return self._reported(on_round)
 
-    def _run(self, rows: list[Sequence], plan: Plan, seconds: StageSeconds) -> list[RoundOutput]:
+    def _run(self, rows: list[Sequence], plan: Plan, deadline: float, seconds: StageSeconds) -> list[RoundOutput]:
         """Run a plan, and give the sequences their tokens round by round; those rounds that ended before an error."""
-        plan, deadline = self._limited(plan, rows)
         vocabulary = self._draft_vocabulary(plan, rows)
         seconds.lap("control")
         executor = next(one for one in self._executors if one.serves(rows, plan))

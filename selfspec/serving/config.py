@@ -16,9 +16,10 @@ class ServerConfig:
 
     Args:
         model: the name that clients ask for.
-        api_key: what clients of /v1 must send as a bearer token; None: anybody is served.
-        max_num_seqs: outputs decoded together; default: the LLM's.
-        max_num_cached_tokens: tokens whose keys and values fit at once, at least 64; see `LLM.engine`.
+        api_key: what clients of /v1 must send as a bearer token; default: nothing, and anybody is served.
+        max_num_seqs: outputs decoded together; default: the LLM's, and 16 for `selfspec serve`.
+        max_num_cached_tokens: tokens whose keys and values fit at once, at least 64. Default: 2,048, or the
+            model's context, for each output decoded together.
         max_waiting_requests: outputs that may wait for a place; more are refused with 429.
         max_waiting_tokens: prompt tokens that may wait; a single request may exceed it while no other waits.
         request_timeout: seconds after which a request is ended, waiting included.

@@ -5,6 +5,7 @@ A field is honoured, or accepted at the value that asks for nothing, or refused 
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -159,27 +160,18 @@ class GenerationRequest(Body):
         Raises:
             ValueError: a value out of range; its name is the message's first word.
         """
-        same = "temperature top_p min_p repetition_penalty presence_penalty frequency_penalty no_repeat_ngram_size"
-        given = {name: getattr(self, name) for name in same.split()}
         top_k = self.top_k
         if top_k is not None and (top_k == -1 or top_k >= vocab_size):  # all tokens, as vLLM's clients say it
             top_k = 0
         if any(token >= vocab_size for token in self.stop_token_ids or ()):
             raise ValueError(f"stop_token_ids must lie in 0..{vocab_size - 1}, the model's vocabulary")
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        return SamplingParams(
-            **given,
-            **more,
-            top_k=top_k,
-            seed=seed,
-            max_tokens=max_tokens,
-            stop=stop or None,
-            stop_token_ids=self.stop_token_ids or None,
-            ignore_eos=bool(self.ignore_eos),
-            logprobs=self.num_likely,
-            n=self.n or 1,
-            speculative=self.speculative is not False,
-        )
+        known = GenerationRequest.model_fields
+        settings = {one.name: getattr(self, one.name) for one in fields(SamplingParams) if one.name in known}
+        settings |= {"top_k": top_k, "seed": seed, "max_tokens": max_tokens, "stop": stop or None}
+        settings |= {"stop_token_ids": self.stop_token_ids or None, "ignore_eos": bool(self.ignore_eos)}
+        settings |= {"logprobs": self.num_likely, "n": self.n or 1, "speculative": self.speculative is not False}
+        return SamplingParams(**settings, **more)
 
 
 TokenIds = Annotated[list[int], Field(fail_fast=True)]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import re
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from selfspec.control.plan import CORPUS, OWN_TEXT, lookup_bin
+from selfspec.control.plan import CORPUS, MATCH_EDGES, OWN_TEXT, SOURCES, lookup_bin
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.datastore_build import build
 from selfspec.drafting.lookup import OWN_LEAD, RowLookup
 from selfspec.drafting.ngram_index import MOST_MATCHED
 from selfspec.drafting.responses import Responses
+from selfspec.kernels import compiler
 from selfspec.kernels.compiled_call import functions
 from tests.drafting.test_lookup import naive, naive_tally
 
@@ -74,6 +76,13 @@ def test_guesses_and_how_often_they_would_have_been_right_are_those_of_a_naive_r
         guesser.take_tally()
         content += block
         assert guesser.take_tally() == naive_tally(content, MOST_MATCHED, start)
+
+
+def test_compiled_code_has_the_sources_and_the_bins_of_plans():
+    header = (compiler.SOURCES / "lookup.h").read_text()
+    edges, sources = re.search(r"EDGES\[\] = \{(.*?)\}.*NUM_SOURCES = (\d+);", header).groups()
+    assert [int(edge) for edge in edges.split(",")] == list(MATCH_EDGES)
+    assert int(sources) == len(SOURCES)
 
 
 class Choice(ctypes.Structure):
