@@ -45,6 +45,9 @@ class LLM:
         adapter: a folder with a PEFT adapter.
         exit_heads: a folder with exit heads, which change drafts only; default: those in the model's folder; "none".
         quantize: "int8" or "int4": round the layers' weights (torchao), which makes it another model.
+        precision: for models in quantised blocks on CPU, "auto": activations, keys and values have two bytes, under a
+            scale per 32 numbers, 160 times as exact as bfloat16; "float32": three bytes, and keys and values in
+            float32. Other models do not depend on it.
         backend: what runs the layers: "views" (the model's own modules), "compiled" (C++ for this machine, for
             Llama-shaped models on CPU), or "auto": compiled where it serves the model.
         exact: speculation equals plain decoding bit for bit, in half precision, too: no bit depends on the other tokens
@@ -81,6 +84,7 @@ class LLM:
         adapter: str | Path | None = None,
         exit_heads: str | Path | ExitHeads | None = None,
         quantize: str | None = None,
+        precision: str = "auto",
         backend: str = "auto",
         exact: bool = False,
         max_num_seqs: int = 8,
@@ -101,6 +105,7 @@ class LLM:
             exit_heads=exit_heads,
             backend=backend,
             quantize=quantize,
+            precision=precision,
         )
         """The opened model."""
 

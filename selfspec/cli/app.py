@@ -133,7 +133,7 @@ app.command("chat", help=CHAT_HELP)(command(chat, without=("n", "logprobs")))
 app.command("serve", help=SERVE_HELP)(command(serve))
 app.command("batch", help=BATCH_HELP)(command(batch, without=LIMITS))
 app.command("inspect", help=INSPECT_HELP)(
-    command(inspect, without=("backend", "exact", "exit_heads", "quantize", "threads"))
+    command(inspect, without=("backend", "exact", "exit_heads", "precision", "quantize", "threads"))
 )
 app.command("calibrate", help=CALIBRATE_HELP)(command(calibrate, without=("exact",)))
 corpora.command("build", help=BUILD_HELP)(command(corpus.build))

@@ -97,6 +97,8 @@ class ModelOptions:
         dtype: default: float32 on CPU, the checkpoint's own elsewhere.
         device: default: cuda if there is one; else cpu. One of several is cuda:N.
         quantize: round the layers' weights (needs torchao), which makes it another model.
+        precision: of activations, keys and values of a GGUF file on CPU: two bytes, with a scale per 32 numbers, or
+            float32; auto: two bytes.
         backend: what runs the layers: the model's own modules (views), or C++ for this machine (compiled); auto:
             compiled where it serves the model.
         exact: text and logits are the same to the last bit however they were drafted and batched, in bfloat16 too. It
@@ -109,6 +111,7 @@ class ModelOptions:
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] | None = None
     device: str | None = None
     quantize: Literal["int8", "int4"] | None = None
+    precision: Literal["auto", "float32"] = "auto"
     backend: Literal["auto", "views", "compiled"] = "auto"
     exact: bool = False
     threads: int | None = None

@@ -45,6 +45,7 @@ def open_llm(
             adapter=options.adapter,
             exit_heads=options.exit_heads,
             quantize=options.quantize,
+            precision=options.precision,
             backend=options.backend,
             exact=options.exact,
             max_num_seqs=max_num_seqs,

@@ -43,6 +43,7 @@ def open_target(
     attention: str = "auto",
     graphs: bool = True,
     quantize: str | None = None,
+    precision: str = "auto",
 ) -> Target:
     """Open a model that drafts and verifies itself.
 
@@ -62,6 +63,7 @@ def open_target(
         graphs: on CUDA, decode from captured graphs, see `Target`.
         quantize: "int8" or "int4" rounds the weights of the layers (by torchao), which makes it another, smaller target
             with tokens of its own; drafting changes none of those.
+        precision: see `selfspec.LLM`.
 
     Raises:
         FileNotFoundError: no such model or exit heads, or files missing from its folder.
@@ -84,7 +86,7 @@ def open_target(
     if exit_heads is None and (own := file_beside(model, exit_heads_file, local_only)) is not None:
         heads = ExitHeads.load(own)
     options: dict[str, Any] = {"backend": backend, "attention": attention, "graphs": graphs}
-    options["owned"] = opened is not model
+    options |= {"owned": opened is not model, "precision": precision}
     target = Target(opened, tokenizer, check=check, exit_heads=heads, file=file, **options)
     if (stored := file_beside(model, profile.STORED, local_only)) is not None:
         target.policies.stored_prior = profile.stored_prior(stored, target.split)

@@ -28,13 +28,13 @@ from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.file_weights import FileWeights
 from selfspec.model.fingerprint import hidden_size_of, weights_of
 from selfspec.model.refusals import refuse_autocast
-from selfspec.model.split_model import SplitModel
+from selfspec.model.split_model import SplitModel, check_precision
 from selfspec.model.views import copied_state
 
 _log = logging.getLogger("selfspec")
 
 # What a target is made from.
-MADE_FROM = ("model", "tokenizer", "_check", "_exit_heads", "_backend", "_attention", "_graphs", "_owned")
+MADE_FROM = ("model", "tokenizer", "_check", "_exit_heads", "_backend", "_precision", "_attention", "_graphs", "_owned")
 
 
 class Target:
@@ -56,6 +56,7 @@ class Target:
             in float32 beside), or "auto": compiled where it serves the model and fits half of the free memory.
         file: what the model's GGUF file holds of its weights. The compiled engine packs that; the float32 weights are
             then only in memory where something else reads them.
+        precision: see `selfspec.LLM`.
         owned: whether selfspec loaded the model itself, so that weights may be moved in memory: on CUDA, those that are
             multiplied with the same input are put one after the other. Their numbers stay.
 
@@ -77,11 +78,12 @@ class Target:
         attention: str = "auto",
         graphs: bool = True,
         file: FileWeights | None = None,
+        precision: str = "auto",
         owned: bool = False,
     ) -> None:
         self.model, self.tokenizer, self._check, self._owned = model, tokenizer, check, owned
         self._attention, self._graphs, self._file = attention, graphs, file
-        self._backend = check_backend(backend)
+        self._backend, self._precision = check_backend(backend), check_precision(precision)
         if not check and backend not in ("auto", "views"):
             raise ValueError(f"backend {backend!r} is used after the self-check alone; leave check=False out")
         if attention != "auto" and backend == "compiled":
@@ -118,7 +120,7 @@ class Target:
         """Finished responses of the calls that reuse them; another model may not know their tokens."""
         self.prefixes = PrefixStore()
         """Keys and values of earlier calls."""
-        self.split = SplitModel(self.model, self._attention, self._file)
+        self.split = SplitModel(self.model, self._attention, self._file, self._precision)
         refuse_autocast(self.split.device)
         if not self._check:
             self.split.leave_out_heads()  # they are only ever used once the self-check has found them equal

@@ -91,9 +91,10 @@ class LlamaWeights(NamedTuple):
     activation: str  # of the MLP, a value of `ACTIVATIONS`
     embed_scale: float  # embeddings are multiplied by it
     file: FileWeights | None = None  # where blocks come from, and whether they hold
+    activation_bytes: int = 3  # of inputs of products with blocks; with 2, keys and values have 2 bytes, too
 
     @classmethod
-    def of(cls, model: Any, file: FileWeights | None = None) -> LlamaWeights | None:
+    def of(cls, model: Any, file: FileWeights | None = None, activation_bytes: int = 3) -> LlamaWeights | None:
         """The weights of a Llama-like causal LM on one device; None for other models.
 
         Models with hooks, adapters, quantised weights or modules of other packages are others.
@@ -115,6 +116,7 @@ class LlamaWeights(NamedTuple):
                 activation=min(activations),
                 embed_scale=_embed_scale(base.embed_tokens),
                 file=file,
+                activation_bytes=activation_bytes,
             )
         except AttributeError:  # a part is missing or of another kind
             return None

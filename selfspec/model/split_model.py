@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,16 @@ with quiet_imports():
 AttentionInterface.register(NAME, attend)  # no mask function: transformers then builds no mask
 
 Value = TypeVar("Value")
+Precision = Literal["auto", "float32"]
+PRECISIONS: tuple[Precision, ...] = ("auto", "float32")
 Taps = dict[int, Tensor | None]  # number of layers -> hidden states after so many, set by the call
+
+
+def check_precision(precision: str) -> Precision:
+    """Return the precision; ValueError where there is none of this name."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    return precision
 
 
 class Layers(Protocol):
@@ -61,15 +70,20 @@ class SplitModel:
         attention: the name of an attention backend, see `selfspec.model.attention_backends`; "auto": the
             fastest available one by a short measurement on CUDA, `sdpa` on CPU.
         file: what the model's GGUF file holds of its weights.
+        precision: see `selfspec.LLM`.
 
     Raises:
         UnsupportedModelError: the family cannot be split (recurrent layers, own attention code), with the reason.
         ValueError: an attention backend that this machine does not have.
     """
 
-    def __init__(self, model: nn.Module, attention: str = "auto", file: FileWeights | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, attention: str = "auto", file: FileWeights | None = None, precision: Precision = "auto"
+    ) -> None:
         self.model: Any = unwrap(model)
         self.file = file
+        self.activation_bytes = 3 if file is None or precision == "float32" else 2
+        """Bytes of the numbers that are multiplied with quantised blocks, see `selfspec.kernels.rounding`."""
         self.family = family_of(self.model)
         self.ranks = ranks_of(self.model)
         """The processes of a tensor-parallel model; None: there is one process."""
@@ -80,7 +94,7 @@ class SplitModel:
         self._views: dict[tuple[int, int], Any] = {}
         self.config: Any = self._twin.config
         self.num_layers = len(getattr(self._base, self.family.layers))
-        self.llama = LlamaWeights.of(self._twin, file) if self.ranks is None else None
+        self.llama = LlamaWeights.of(self._twin, file, self.activation_bytes) if self.ranks is None else None
         """Weights for executors that compute the layers themselves; None where the layers are of another kind."""
         self.compiled: Body | None = None
         """The implementation that replaces the views, see `selfspec.executors.cpu.install`; None: the views run."""
