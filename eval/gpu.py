@@ -30,7 +30,8 @@ from eval.figures import table
 from eval.gpu_peers import TRANSFORMERS, folder_rate, read_peer, transformers_rate
 from eval.measurement import ROOT, device, machine, no_garbage_collection, rates, rounded, synchronize, timed
 from eval.models import params_of, with_policy
-from eval.synthetic import SHAPES, Synthetic, random_prompts, synthetic_target
+from eval.shapes import SHAPES
+from eval.synthetic import Synthetic, random_prompts, synthetic_target
 from selfspec import LLM
 from selfspec.core import RoundOutput
 from selfspec.decoding.engine import LLMEngine

@@ -36,7 +36,8 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from eval.decoders import neutral_generation_config
 from eval.measurement import no_garbage_collection, rates, synchronize
-from eval.synthetic import Synthetic, config_of, random_prompts
+from eval.shapes import config_of
+from eval.synthetic import Synthetic, random_prompts
 from train.configuration import build, check
 
 FILE = "selfspec_peer.json"

@@ -16,7 +16,7 @@ import numpy as np
 from eval.replay import PREFILL_CHUNK, Replayed, SimulatedRow, make, prefill, run_program
 from eval.serve_load import Served, output_lengths
 from eval.serve_synthetic import GPUS, gpu_costs, synthetic_traces
-from eval.synthetic import config_of
+from eval.shapes import config_of
 from eval.tasks import read_costs
 from eval.traces import Trace, load
 from selfspec.control.costs import Costs

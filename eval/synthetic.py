@@ -7,7 +7,6 @@ use low ids only, those of the default draft vocabulary. Every table made with s
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.initialization import no_init_weights
 
 from eval.models import open_llm
+from eval.shapes import config_of
 from selfspec import LLM
 from selfspec.model.draft_vocabulary import DIVISOR, LEAST_SIZE
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
@@ -33,64 +33,6 @@ PROMPTS, PROMPT_TOKENS, SKIPPED = 8, 20, 4  # random texts for measuring accepta
 LOWEST, HIGHEST = 1e-3, 4.0  # range of the scale that is searched for the wanted acceptance
 STEPS, TOLERANCE = 14, 0.008  # of the search: maximum forwards, and accepted error
 BRANCHES = (("self_attn", "o_proj"), ("mlp", "down_proj"))  # the last projection of a layer's two branches
-
-
-def _rope(theta: float, kind: str = "default", **more: float) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **more}}
-
-
-LLAMA_3 = {"vocab_size": 128256, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, **_rope(500000.0)}
-SCALED = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-QWEN_3 = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
-
-
-def _sizes(layers: int, hidden: int, inner: int, heads: int) -> dict[str, int]:
-    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads}
-    return {"num_hidden_layers": layers, **sizes}
-
-
-# Shapes by name: model family and configuration, as in the published `config.json` files.
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "tiny": ("llama", {**_sizes(8, 64, 160, 4), "num_key_value_heads": 2, "vocab_size": 1024}),
-    "smollm2-135m": (
-        "llama",
-        {**_sizes(30, 576, 1536, 9), "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True}
-        | {"max_position_embeddings": 8192, "rms_norm_eps": 1e-5, **_rope(100000.0)},
-    ),
-    "llama-3.2-1b": (
-        "llama",
-        {**LLAMA_3, **_sizes(16, 2048, 8192, 32)}
-        | {"head_dim": 64, "tie_word_embeddings": True}
-        | {"max_position_embeddings": 131072, **_rope(500000.0, "llama3", **SCALED)},
-    ),
-    "llama-2-7b": (
-        "llama",
-        {**_sizes(32, 4096, 11008, 32), "num_key_value_heads": 32, "vocab_size": 32000}
-        | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
-    ),
-    "llama-3-8b": ("llama", {**LLAMA_3, **_sizes(32, 4096, 14336, 32), "max_position_embeddings": 8192}),
-    "qwen3-0.6b": ("qwen3", {**QWEN_3, **_sizes(28, 1024, 3072, 16), **_rope(1000000.0), "tie_word_embeddings": True}),
-}
-
-
-def config_of(shape: str | Path, **overrides: Any) -> PretrainedConfig:
-    """The configuration of a named shape, of a `config.json`, or of a folder with one.
-
-    Args:
-        overrides: keys to replace, such as `max_position_embeddings`.
-
-    Raises:
-        ValueError: the shape is neither a known name nor a file.
-    """
-    if str(shape) in SHAPES:
-        family, given = SHAPES[str(shape)]
-        return AutoConfig.for_model(family, **{"tie_word_embeddings": False, **given, **overrides})
-    path = Path(shape)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
-        raise ValueError(f"shape must be one of {', '.join(SHAPES)} or a config.json, got {str(shape)!r}")
-    given = json.loads(path.read_text("utf-8"))
-    return AutoConfig.for_model(given.pop("model_type"), **{**given, **overrides})
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +82,7 @@ def synthetic_target(
     read half as many bytes.
 
     Args:
-        shape: a name of `SHAPES`, a `config.json`, or a configuration.
+        shape: a name of `eval.shapes.SHAPES`, a `config.json`, or a configuration.
         exit_layer: the exit whose acceptance is set; default: an eighth of the layers.
         acceptance: share of positions where the exit's pick is the whole model's, 0.05..1, to about 0.03; None: not
             set, near 0.

@@ -18,7 +18,7 @@ from eval.serve_load import arrival_times, output_lengths
 from eval.serve_report import summarise
 from eval.serve_simulate import SimulatedServer
 from eval.serve_synthetic import GPUS, acceptance_of, gpu_costs, synthetic_traces
-from eval.synthetic import config_of
+from eval.shapes import config_of
 from eval.traces import save
 from selfspec.control.costs import Costs
 from tests.eval.openai_server import serving

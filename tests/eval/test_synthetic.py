@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from eval.models import decode, with_policy
+from eval.shapes import config_of
 from eval.synthetic import (
     agreement,
-    config_of,
     random_model,
     random_prompts,
     synthetic_target,
@@ -22,9 +22,13 @@ from tests.slow import slow
 NUM_PARAMETERS = {  # as their model cards have it, in millions
     "smollm2-135m": 135,
     "llama-3.2-1b": 1236,
+    "llama-3.2-3b": 3213,
+    "llama-3.1-8b": 8030,
     "llama-2-7b": 6738,
     "llama-3-8b": 8030,
     "qwen3-0.6b": 596,
+    "qwen3-4b": 4022,
+    "gemma-3-4b": 3880,
 }
 
 
