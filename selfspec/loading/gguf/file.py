@@ -1,7 +1,7 @@
 """`GgufFile`: the metadata of a GGUF file, and where its tensors are.
 
-The format is specified at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package gguf reads it as well, but
-takes ten seconds for the strings of a large vocabulary.
+The format is specified at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package gguf reads it as
+well, but takes ten seconds for the strings of a large vocabulary.
 """
 
 from __future__ import annotations

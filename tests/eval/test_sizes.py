@@ -1,0 +1,106 @@
+"""Files of random weights in real shapes, and their table."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, quants
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from eval import sizes_gguf
+from eval.shapes import config_of
+from selfspec.loading.gguf.file import GgufFile
+
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 64, "vocab_size": 49408}
+
+
+def shape_file(folder, like, **keys):
+    """A small `config.json` with the family and rotation of a shape."""
+    file = folder / f"{like}.json"
+    config = config_of(like, **{"layer_types": None, **SIZES, **keys})
+    file.write_text(json.dumps(config.to_dict()))
+    return file
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("sizes")
+
+
+@pytest.fixture(scope="module")
+def small(folder):
+    """A Q4_K_M file."""
+    file = folder / "small.gguf"
+    sizes_gguf.write(shape_file(folder, "llama-3.1-8b"), "Q4_K_M", file)
+    return file
+
+
+def weights_of(file, name):
+    tensor = file.tensors[name]
+    data = np.fromfile(tensor.path, np.uint8, tensor.nbytes, offset=tensor.offset)
+    return quants.dequantize(data.reshape(tensor.shape[0], -1), GGMLQuantizationType[tensor.type])
+
+
+def test_a_q4_k_m_file_has_the_types_that_llama_cpp_gives_it(small):
+    types = {name: tensor.type for name, tensor in GgufFile(small, "small").tensors.items()}
+    assert types["output.weight"] == "Q6_K" and types["token_embd.weight"] == "Q4_K"
+    better = {0, 3, 6, 7}  # of 8 layers: the first and the last eighth, and every third between them
+    for layer in range(8):
+        for name in ("attn_v", "ffn_down"):
+            assert types[f"blk.{layer}.{name}.weight"] == ("Q6_K" if layer in better else "Q4_K")
+        assert types[f"blk.{layer}.ffn_up.weight"] == "Q4_K"
+
+
+@pytest.mark.parametrize("kind", sizes_gguf.FILE_TYPES)
+def test_weights_have_the_standard_deviation_of_their_inputs_and_no_row_twice(folder, kind):
+    sizes_gguf.write(shape_file(folder, "qwen3-4b", num_hidden_layers=1), kind, folder / kind)
+    file = GgufFile(folder / kind, kind)
+    for name, inputs in (("token_embd.weight", 256), ("blk.0.ffn_down.weight", 512)):
+        weights = weights_of(file, name)
+        assert abs(weights.mean()) < 0.01 * inputs**-0.5
+        assert weights.std() * inputs**0.5 == pytest.approx(1, abs=0.05)
+        assert len(np.unique(weights[:, :64], axis=0)) == len(weights)
+    assert "rope_freqs.weight" not in file.tensors and "blk.0.attn_q_norm.weight" in file.tensors
+
+
+def test_rotation_factors_are_those_of_transformers(small):
+    file = GgufFile(small, "small")
+    factors = torch.from_numpy(np.fromfile(small, np.float32, 32, offset=file.tensors["rope_freqs.weight"].offset))
+    plain = 500000.0 ** (-torch.arange(0, 64, 2) / 64)
+    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config_of("llama-3.1-8b", **SIZES), torch.device("cpu"))
+    assert torch.allclose(plain / factors, expected, rtol=1e-5)
+
+
+def test_the_vocabulary_is_smollm2s_with_control_tokens_up_to_the_shapes(small):
+    metadata = GgufFile(small, "small").metadata
+    kinds = metadata["tokenizer.ggml.token_type"]
+    assert len(metadata["tokenizer.ggml.tokens"]) == len(kinds) == 49408
+    assert (kinds[49152:] == 3).all() and len(set(metadata["tokenizer.ggml.tokens"])) == 49408
+    assert "<|im_start|>" in metadata["tokenizer.chat_template"]
+
+
+@pytest.mark.parametrize("shape", ["llama-3.1-8b", "qwen3-4b", "gemma-3-4b"])
+def test_llama_cpp_decodes_a_file(folder, shape):
+    pytest.importorskip("xllamacpp")
+    from eval.answers import Prompt
+    from eval.decoders import LlamaCpp
+    from eval.methods import parse_method
+
+    file = folder / f"{shape}.gguf"
+    sizes_gguf.write(shape_file(folder, shape, num_hidden_layers=2), "Q4_K_M", file)
+    method = LlamaCpp(str(file), parse_method("llama.cpp"), 64, frozenset(), 0.0, 60.0)
+    tokens = [method(Prompt(0, 0, "", [1, 2, 3, last], 2, 0)).tokens for last in range(4, 8)]
+    method.close()
+    assert len({first for first, _ in tokens}) > 1  # of logits that are no numbers, the same token is always picked
+
+
+def test_errors_name_what_is_wrong(folder, capsys):
+    assert sizes_gguf.main([]) == 2
+    assert sizes_gguf.main(["tiny", "Q4_1", str(folder / "x")]) == 2
+    assert "file type 'Q4_1' is unknown" in capsys.readouterr().err
+    assert sizes_gguf.main(["tiny", "Q4_0", str(folder / "x")]) == 2
+    assert "vocab_size must be at least 49152" in capsys.readouterr().err
+    assert not Path(folder / "x").exists()
