@@ -26,7 +26,7 @@ from eval.config import config_of, parser_of
 from eval.records import append_line, read_lines, write_file
 from eval.shapes import SHAPES
 from eval.sizes_gguf import FILE_TYPES, FOLDER
-from eval.sizes_table import LLAMA_CPP, OURS, TRANSFORMERS, Cell, render
+from eval.sizes_table import LLAMA_CPP, OURS, TRANSFORMERS, Cell, cell_of, render
 from selfspec.kernels.machine import cache_folder
 from train.configuration import as_plain, check, check_known, check_least, differences, flags_given, option
 
@@ -90,7 +90,11 @@ class Session:
         paths = {
             self._file(shape, kind).name: (shape, kind) for shape in self.config.shapes for kind in self.config.types
         }
-        left = {name: [cell for cell in self._cells(name) if self._row(cell) is None] for name in paths}
+        failed = {cell_of(row) for row in self.rows if "failed" in row}
+        left = {
+            name: sorted((cell for cell in self._cells(name) if self._row(cell) is None), key=failed.__contains__)
+            for name in paths
+        }
         for name, (shape, kind) in paths.items():
             if left[name]:
                 path = self._written(shape, kind)
