@@ -18,6 +18,7 @@ from selfspec.decoding.defaults import GenerationDefaults
 from selfspec.decoding.engine import OnRound, page_size_of
 from selfspec.decoding.outputs import CompletionOutput
 from selfspec.loading import hub
+from selfspec.loading.names import find, is_gguf
 from selfspec.model.kv_cache import PackedRows, Span
 
 Ids = Sequence[Sequence[int]]  # prompts, as token ids
@@ -114,9 +115,8 @@ def open_peer(model: str, llm: LLM) -> tuple[Any, Any]:
 
 def gguf_file(model: str) -> Path | None:
     """The GGUF file of a model's name; None where it has none."""
-    if model != "smollm2" and not model.endswith(hub.GGUF):
-        return None
     try:
-        return Path(hub.find(model)[0])
+        source = find(model)
     except OSError:
         return None
+    return Path(source) if is_gguf(source) else None

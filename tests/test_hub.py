@@ -17,7 +17,6 @@ from transformers.utils import logging as transformers_logging
 import selfspec
 from selfspec.calibrate import profile
 from selfspec.control.acceptance import Tracker
-from selfspec.loading import hub
 from selfspec.model.exit_heads import FILE as EXIT_HEADS
 from selfspec.model.exit_heads import ExitHeads
 from tests import cli_fixtures
@@ -86,26 +85,6 @@ def test_a_folder_without_a_tokenizer_gives_a_target_of_token_ids(model_folder, 
         target.generate("abc")
     given = object()
     assert load(tmp_path, given).tokenizer is given
-
-
-def test_a_hub_id_is_looked_for_on_the_hub_and_then_on_this_machine(monkeypatch):
-    asked = []
-    monkeypatch.setattr("huggingface_hub.model_info", lambda name, timeout: asked.append(name))
-    assert hub.find("org/name") == ("org/name", False)
-    monkeypatch.setattr("huggingface_hub.model_info", lambda name, timeout: 1 / 0)
-    assert hub.find("org/name") == ("org/name", True)
-    assert asked == ["org/name"]
-
-
-def test_a_name_the_hub_does_not_know_is_refused(monkeypatch):
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    def unknown(name, timeout):
-        raise RepositoryNotFoundError.__new__(RepositoryNotFoundError)
-
-    monkeypatch.setattr("huggingface_hub.model_info", unknown)
-    with pytest.raises(FileNotFoundError, match="neither a folder org/name nor such a model"):
-        load("org/name")
 
 
 def test_loading_is_silent_and_leaves_the_logging_as_it_was(model_folder, capfd):
@@ -198,21 +177,6 @@ print(bare.exit_heads, bare.remembered.stored_prior is not None)
     own.pop("HF_HUB_CACHE", None)
     done = subprocess.run([sys.executable, "-c", code], env=own, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "(1,) True\nNone False\n"), done.stderr
-
-
-@pytest.mark.parametrize("local_only", [True, False])
-def test_the_hub_is_asked_for_a_file_only_where_it_answered_and_may_fail_in_any_way(monkeypatch, local_only):
-    asked = []
-
-    def refuse(name, file, *, local_files_only):
-        asked.append((name, file, local_files_only))
-        raise RuntimeError("a proxy said no")
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
-    assert hub.file_beside("org/name", "some.json", local_only) is None
-    assert asked == [("org/name", "some.json", local_only)]
-    assert hub.file_beside(torch.nn.Identity(), "some.json", local_only) is None
-    assert len(asked) == 1
 
 
 def test_a_module_that_is_no_language_model_is_refused():

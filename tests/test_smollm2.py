@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import selfspec
-from selfspec.loading import hub
+from selfspec.loading.names import find
 from selfspec.model.kv_cache import PackedRows, Span
 
 QUESTIONS = Path(__file__).parents[2] / "shared" / "data" / "spec_bench" / "question.jsonl"
@@ -34,7 +34,7 @@ def test_greedy_tokens_are_those_of_transformers_and_logits_within_a_thousandth(
     turns = [json.loads(line)["turns"][0] for line in lines[:: len(lines) // NUM_PROMPTS][:NUM_PROMPTS]]
     llm = selfspec.LLM("smollm2", backend="compiled")
     plain = llm.with_speculative(selfspec.SpeculativeConfig(policy="plain"))
-    file = Path(hub.find("smollm2")[0])
+    file = Path(find("smollm2"))
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
     greedy = selfspec.SamplingParams(max_tokens=NUM_TOKENS, temperature=0)
     for turn in turns:

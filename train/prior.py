@@ -20,7 +20,7 @@ from selfspec.core import Plan, RoundOutput, SamplingParams, SpeculativeConfig
 from selfspec.core import Sequence as Row
 from selfspec.errors import UnsupportedModelError, whole
 from selfspec.llm import LLM
-from selfspec.loading.hub import folder_of
+from selfspec.loading.names import folder_of
 from train.config import load_config
 from train.corpus import read_corpus
 

@@ -22,7 +22,7 @@ from selfspec.core import SamplingParams, SpeculativeConfig
 from selfspec.errors import DatastoreError
 from selfspec.serving.config import ENV_API_KEY, ServerConfig
 
-MODEL_HELP = "demo, smollm2, a folder, a .gguf file, or a hub id."
+MODEL_HELP = "demo, smollm2, a folder, a .gguf file, or a hub id such as org/name or org/name:Q4_K_M."
 ModelArgument = Annotated[str, Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
 ModelOption = Annotated[str, Option("--model", "-m", help=MODEL_HELP, rich_help_panel="Model")]
 Learn = Annotated[

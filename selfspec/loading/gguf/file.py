@@ -87,15 +87,25 @@ class GgufFile:
         return digest.hexdigest()[:16]
 
 
+def part_names(name: str) -> tuple[str, ...]:
+    """The names of all files of a split GGUF file in their order, by the name of one of them.
+
+    A name that is not that of a part is returned alone.
+    """
+    found = _PART.fullmatch(name)
+    if found is None or int(found[3]) == 0:
+        return (name,)
+    return tuple(f"{found[1]}-{one:05d}-of-{found[3]}{found[4]}" for one in range(1, int(found[3]) + 1))
+
+
 def _parts(path: Path, name: str, count: int) -> tuple[Path, ...]:
     """The files of a split file, by the name of one of them."""
-    found = _PART.fullmatch(path.name)
-    if found is None or int(found[3]) != count:
+    made = tuple(path.with_name(one) for one in part_names(path.name))
+    if len(made) != count:
         raise OSError(
             f"{name} is one of {count} files of a split GGUF file, whose names must end in -00001-of-{count:05d}.gguf; "
             "give it the name that it had"
         )
-    made = tuple(path.with_name(f"{found[1]}-{one:05d}-of-{found[3]}{found[4]}") for one in range(1, count + 1))
     for one in made:
         if not one.is_file():
             raise FileNotFoundError(
