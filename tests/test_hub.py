@@ -167,11 +167,11 @@ def test_what_lies_beside_the_weights_is_found_in_a_repository_of_the_hub_too(mo
 import os
 from selfspec.loading.hub import open_target
 first = open_target('org/tiny')
-print(first.exit_heads.layers, first.remembered.stored_prior is not None)
+print(first.exit_heads.layers, first.policies.stored_prior is not None)
 for name in {names}:
     os.unlink(name)
 bare = open_target('org/tiny')
-print(bare.exit_heads, bare.remembered.stored_prior is not None)
+print(bare.exit_heads, bare.policies.stored_prior is not None)
 """
     own = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     own.pop("HF_HUB_CACHE", None)
