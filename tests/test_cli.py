@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import math
@@ -14,7 +15,8 @@ import pytest
 
 import selfspec
 from selfspec import LLM, SamplingParams
-from selfspec.cli import compare
+from selfspec.cli import compare, session
+from selfspec.cli.failure import Failure
 from selfspec.cli.generate import _Text
 from selfspec.cli.options import ModelOptions
 from selfspec.control.registry import POLICIES
@@ -486,8 +488,27 @@ def test_options_of_the_model_reach_it(generate, monkeypatch):
     assert {name: given[name] for name in wanted} == wanted and given["exact"] is True
 
 
-def test_the_demo_is_the_default_and_can_be_inspected(run):
+@pytest.mark.parametrize(
+    ("installed", "command", "model"),
+    [(True, "generate", "smollm2"), (True, "chat", "smollm2"), (False, "generate", "demo"), (False, "chat", "smollm2")],
+)
+def test_without_a_model_it_is_smollm2_where_installed_and_the_line_says_so(
+    run, monkeypatch, installed, command, model
+):
+    def opened(name, *arguments, **options):
+        raise Failure(f"opened {name}")
+
+    monkeypatch.setattr(session, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(importlib.import_module(f"selfspec.cli.{command}"), "opened", opened)
+    done = run(command, *(["def"] if command == "generate" else []))
+    assert f"opened {model}" in done.err and f"({model})" in done.err
+    asked = run(command, *(["def"] if command == "generate" else []), "--model", "demo")
+    assert "opened demo" in asked.err and "no --model" not in asked.err
+
+
+def test_the_demo_can_be_inspected_and_asked_for_by_name(run, monkeypatch):
     report = json.loads(run("inspect", "demo", "--json").out)
     assert report["self_check"] and report["exit_layer"] >= 1 and report["num_speculative_tokens"] >= 1
+    monkeypatch.setattr(session, "find_spec", lambda name: None)
     done = run("generate", "def", "--max-tokens", 4)
-    assert done.code == 0 and done == run("generate", "def", "-m", "demo", "--max-tokens", 4)
+    assert done.code == 0 and done.out == run("generate", "def", "-m", "demo", "--max-tokens", 4).out

@@ -142,7 +142,7 @@ def test_a_damaged_datastore_is_refused(run, tmp_path):
 
 
 def test_drafts_are_not_looked_up_in_what_does_not_fit_the_model(run, tmp_path, tokenizer):
-    file, call = tmp_path / "a.store", ("generate", "def", "--corpus")
+    file, call = tmp_path / "a.store", ("generate", "def", "--model", "demo", "--corpus")
     assert_refused(run(*call, CODE), 1, "is no datastore", "selfspec corpus build")
     build(file, [[1, 2, 3]], "another", 5)
     assert_refused(run(*call, file), 1, "another tokenizer", "build it again")

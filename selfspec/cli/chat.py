@@ -15,7 +15,7 @@ from typer import Option
 from selfspec.cli.failure import RUN, Failure, say
 from selfspec.cli.options import IgnoreGenerationConfig, Learn, ModelOption, ModelOptions, Quiet, System, as_sentences
 from selfspec.cli.prompts import chat_ids, has_template, read_lines, system_message
-from selfspec.cli.session import opened
+from selfspec.cli.session import chosen, opened
 from selfspec.cli.status import StatusConsole
 from selfspec.core import SamplingParams, SpeculativeConfig
 
@@ -35,7 +35,7 @@ CURSOR = "> "
 
 def chat(
     *,
-    model: ModelOption = "smollm2",
+    model: ModelOption = None,
     options: ModelOptions,
     speculative: SpeculativeConfig,
     learn: Learn = None,
@@ -50,7 +50,15 @@ def chat(
         sampling = replace(sampling, generation_config=False)
     with (
         StatusConsole(quiet) as status,
-        opened(model, options, speculative, status, learn=learn, max_num_seqs=1, prefix_cache=True) as llm,
+        opened(
+            model := chosen(model, status, "smollm2"),  # the embedded model has no chat template
+            options,
+            speculative,
+            status,
+            learn=learn,
+            max_num_seqs=1,
+            prefix_cache=True,
+        ) as llm,
     ):
         if not has_template(llm, model):
             raise Failure(f"chat needs a chat template, and {model} has none; use: selfspec generate")

@@ -18,7 +18,7 @@ from selfspec.cli.drafts import Piece, PieceCutter, legend, paint, picture
 from selfspec.cli.failure import RUN, Failure
 from selfspec.cli.options import IgnoreGenerationConfig, Learn, ModelOption, ModelOptions, Quiet, System, as_sentences
 from selfspec.cli.prompts import Prompt, has_template, read_prompts, tokenize
-from selfspec.cli.session import Run, opened
+from selfspec.cli.session import Run, chosen, opened
 from selfspec.cli.status import StatusConsole, make_console
 from selfspec.core import RoundOutput, SamplingParams, SpeculativeConfig
 
@@ -78,7 +78,7 @@ def generate(
         str | None,
         Argument(metavar="[PROMPT|-]", help="Text to continue; '-' or a pipe reads stdin.", show_default=False),
     ] = None,
-    model: ModelOption = "demo",
+    model: ModelOption = None,
     options: ModelOptions,
     speculative: SpeculativeConfig,
     learn: Learn = None,
@@ -98,7 +98,9 @@ def generate(
         sampling = replace(sampling, generation_config=False)
     with (
         StatusConsole(quiet) as status,
-        opened(model, options, speculative, status, learn=learn, max_num_seqs=MAX_NUM_SEQS) as llm,
+        opened(
+            model := chosen(model, status), options, speculative, status, learn=learn, max_num_seqs=MAX_NUM_SEQS
+        ) as llm,
     ):
         is_chat = has_template(llm, model) and chat is not False
         for flag, wanted in (("--chat", chat), ("--system", system is not None)):

@@ -24,7 +24,11 @@ from selfspec.serving.config import ENV_API_KEY, ServerConfig
 
 MODEL_HELP = "demo, smollm2, a folder, a .gguf file, or a hub id such as org/name or org/name:Q4_K_M."
 ModelArgument = Annotated[str, Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
-ModelOption = Annotated[str, Option("--model", "-m", help=MODEL_HELP, rich_help_panel="Model")]
+DEFAULT_HELP = f"{MODEL_HELP} Default: smollm2 where its package is installed, else demo."
+ModelOption = Annotated[
+    str | None,
+    Option("--model", "-m", metavar="MODEL", help=DEFAULT_HELP, rich_help_panel="Model", show_default=False),
+]
 Learn = Annotated[
     Path | None,
     Option(

