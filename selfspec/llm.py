@@ -68,7 +68,7 @@ class LLM:
         FileNotFoundError, OSError: no such model, or files that cannot be read.
         UnsupportedModelError: a model that cannot be split, with the reason.
         ValueError: an argument out of range.
-        ImportError: `quantize` without torchao, or a GGUF file without the extra `gguf`.
+        ImportError: `quantize` without torchao.
 
     Example:
         >>> llm = selfspec.LLM("demo")

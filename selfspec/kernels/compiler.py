@@ -32,6 +32,12 @@ def find_compiler() -> str | None:
     return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
+def version() -> str:
+    """What changes with the compiled functions; empty where there is no compiler."""
+    compiler = find_compiler()
+    return "" if compiler is None else _key(compiler)
+
+
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
     """The library of the compiled functions of `cpu/`. It is compiled now if the cache folder does not hold it.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 BITS, BLOCK = 16, 32
 ABOVE = 1.004  # keeps the integers below 2^15 / 1.004, so that the upper of two signed bytes is at most 127
+EXPONENT = 0x7F800000  # the bits of a float32 number's exponent
 LEAST = 1e-30  # blocks of smaller numbers count as zero
 
 
@@ -27,8 +28,8 @@ def rounded(x: Tensor) -> Tensor:
     size = x.shape[-1]
     blocks = torch.nn.functional.pad(x, (0, -size % BLOCK)).unflatten(-1, (-1, BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True)
-    exponent = torch.frexp(largest * ABOVE).exponent  # the largest number is below 2^exponent
-    scale = torch.ldexp(torch.ones_like(largest), exponent - (BITS - 1))
+    power = ((largest * ABOVE).view(torch.int32) & EXPONENT).view(torch.float32)  # of two, at most the number
+    scale = power * 2.0 ** (2 - BITS)
     made = torch.round(blocks / scale) * scale
     made = torch.where(largest < LEAST, 0.0, made)
     made = torch.where(largest < torch.inf, made, torch.nan)

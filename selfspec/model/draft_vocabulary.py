@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selfspec.model.file_weights import FileWeights
 from selfspec.model.llama_weights import Linear
 from selfspec.model.shortlist import PartHead
 
@@ -147,30 +146,15 @@ class Subset:
     @cached_property
     def linear(self) -> Linear:
         """Copies of the head's rows, made at the first use."""
-        return self._rows(self._head.weight)
-
-    @property
-    def blocks_alone(self) -> Linear | None:
-        """The head's rows in blocks of a GGUF file, with a weight that has a shape and no numbers; None without blocks.
-
-        For packing: no row of the float32 weight is read.
-        """
-        return None if self._head.blocks is None else self._rows(self._head.weight.to("meta"))
-
-    def _rows(self, weight: Tensor) -> Linear:
-        _, bias, blocks = self._head
-        with torch.inference_mode(False), torch.no_grad():
-            rows = weight.detach()[self.tokens.to(weight.device)]
-            kept = None if bias is None else bias.detach()[self.tokens]
-        return Linear(rows, kept, None if blocks is None else blocks.select(self.tokens))
+        return self._head.select(self.tokens)
 
 
 class HeldSubset(Subset):
     """A subset at fixed addresses, which recordings read. It takes over other subsets of its size."""
 
     def __init__(self, subset: Subset) -> None:
-        super().__init__(subset.tokens.clone(), subset._head._replace(blocks=None), subset.made_of)
-        self.num_bytes = sum(one.nbytes for one in (self.tokens, *self.linear[:2]) if one is not None)
+        super().__init__(subset.tokens.clone(), subset._head, subset.made_of)
+        self.num_bytes = sum(one.nbytes for one in (self.tokens, *self.linear) if one is not None)
         """Bytes of memory of its tokens and rows."""
 
     def take(self, subset: Subset) -> None:
@@ -179,7 +163,7 @@ class HeldSubset(Subset):
             return
         self.made_of, self._head = subset.made_of, subset._head
         self.tokens.copy_(subset.tokens)
-        for held, whole in zip(self.linear[:2], self._head[:2], strict=True):
+        for held, whole in zip(self.linear, self._head, strict=True):
             if held is not None and whole is not None:
                 torch.index_select(whole.detach(), 0, self.tokens, out=held)
 
@@ -191,26 +175,20 @@ class DraftHead(PartHead):
         super().__init__(head, linear, name)
         self._subsets: dict[int, Subset] = {}
 
-    def subset(self, size: int, frequencies: Frequencies, file: FileWeights | None = None) -> Subset:
-        """The `size` most frequent tokens, with the head's current weights; `file` as for `of_tokens`."""
+    def subset(self, size: int, frequencies: Frequencies) -> Subset:
+        """The `size` most frequent tokens, with the head's current weights."""
         weight, known = self.linear.weight, self._subsets.get(size)
         part = frequencies.part(size)
         made_of = (part.version, 0 if weight.is_inference() else weight._version)
         if known is None or known.made_of != made_of:
-            known = self._subsets[size] = self.of_tokens(part.tokens, made_of, file)
+            known = self._subsets[size] = self.of_tokens(part.tokens, made_of)
         return known
 
-    def of_tokens(self, tokens: Tensor, made_of: tuple[int, int] = (0, 0), file: FileWeights | None = None) -> Subset:
-        """These tokens (int64 `[size]`, ascending), with the head's current weights.
-
-        Args:
-            file: what a GGUF file holds of the model's weights.
-        """
+    def of_tokens(self, tokens: Tensor, made_of: tuple[int, int] = (0, 0)) -> Subset:
+        """These tokens (int64 `[size]`, ascending), with the head's current weights."""
         head = self.linear
-        if file is not None:
-            head = head._replace(blocks=file.blocks_of(head.weight))
         return Subset(tokens.to(head.weight.device), head, made_of)
 
     def logits(self, hidden: Tensor, subset: Subset) -> Tensor:
         """Logits `[N, size]` in fp32 of a subset, from hidden states `[N, hidden_size]` after the final norm."""
-        return self.through(hidden, lambda states: F.linear(states, *subset.linear[:2]))
+        return self.through(hidden, lambda states: F.linear(states, *subset.linear))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from selfspec.model.gguf_blocks import BlockWeight
 from selfspec.model.quantized import dense, is_dense
 from selfspec.model.split_model import SplitModel
 
@@ -52,8 +53,7 @@ def weights_of(split: SplitModel) -> str:
     """A hash over a few numbers of every saved weight. It is the same in float32 and bfloat16 and on any device."""
     saved = split.model.state_dict(keep_vars=True)
     saved = {name: value for name, value in saved.items() if isinstance(value, Tensor)}
-    held = {} if split.file is None else split.file.held(deeply=True)  # their file knows the numbers
-    seen = [held[id(value)].sample if id(value) in held else sample(value).tolist() for value in saved.values()]
+    seen = [sample(value).tolist() for value in saved.values()]
     return _digest(list(saved), [number for numbers in seen for number in numbers])
 
 
@@ -80,8 +80,14 @@ def sample(tensor: Tensor) -> Tensor:
         return torch.zeros(0)
     if hasattr(tensor, "to_local"):  # the local part, since gathering would involve all ranks
         tensor = tensor.to_local()
+    step = max(1, tensor.numel() // SAMPLES)
+    if isinstance(tensor, BlockWeight):  # only the rows that are asked for are dequantised
+        places = torch.arange(0, tensor.numel(), step)[:SAMPLES]
+        width = tensor.shape[1]
+        picked = tensor.select(places // width).dequantize()[torch.arange(len(places)), places % width]
+        return picked.to(torch.bfloat16).float()
     flat = dense(tensor.detach()).reshape(-1)
-    return flat[:: max(1, len(flat) // SAMPLES)][:SAMPLES].to(torch.bfloat16).float().cpu()
+    return flat[::step][:SAMPLES].to(torch.bfloat16).float().cpu()
 
 
 def _modules(model: Any) -> list[str]:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from selfspec.kernels.large_pages import LargePageAllocator
+from selfspec.kernels.rounding import rounded
 
 
 def tensor_of(numbers: Sequence[int], device: torch.device) -> Tensor:
@@ -94,14 +95,22 @@ class PagedCache:
         num_layers: on CPU, the first `num_layers` layers share one tensor if their shapes are equal, so that one
             operation serves all of them.
         shares: another cache whose storage this one uses, with the same page size and at least as many pages.
+        rounds: the model's own modules round keys and values, see `selfspec.kernels.rounding`.
     """
 
-    def __init__(self, num_pages: int, page_size: int, num_layers: int = 0, shares: PagedCache | None = None) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_layers: int = 0,
+        shares: PagedCache | None = None,
+        rounds: bool = False,
+    ) -> None:
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"a cache needs at least one page of one token, got {num_pages} pages of {page_size}")
         self.num_pages, self.page_size = num_pages, page_size
         self._free = list(range(num_pages))
-        self.num_layers = num_layers
+        self.num_layers, self.rounds = num_layers, rounds
         self._shares = shares
         self._layers: dict[int, tuple[Tensor, Tensor]] = {} if shares is None else shares._layers
         self._pool: Tensor | None = None  # [layers, 2, num_pages, page_size, kv_heads, head_dim]
@@ -290,6 +299,8 @@ class PackedRows:
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store keys and values `[1, kv_heads, N, head_dim]`. The model calls it; attention then reads the pages."""
+        if self.cache.rounds:
+            key, value = rounded(key), rounded(value)
         self.write(layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1))
         key.packed = self  # type: ignore[attr-defined]  # for layers that pass no keywords to their attention
         return key, value

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from selfspec.kernels.layout import Norm
-from selfspec.model.file_weights import FileWeight, FileWeights
-from selfspec.model.gguf_blocks import Blocks
+from selfspec.model.gguf_blocks import Blocks, BlockWeight
 from selfspec.model.quantized import is_dense
 
 # Causal LMs whose layers are exactly: norm, attention (with optional biases and per-head q/k norms), norm, gated MLP.
@@ -28,14 +26,31 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KNOWN_MODULES = ("torch.nn.modules.", "transformers.models.", "transformers.activations")
 
 
+def is_readable(weight: Tensor) -> bool:
+    """Whether a weight is an ordinary tensor, or has blocks of a GGUF file."""
+    return is_dense(weight) or isinstance(weight, BlockWeight)
+
+
+def activation_bytes(weight: Tensor) -> int:
+    """Bytes of the numbers that are multiplied with a weight's quantised blocks, see `BlockWeight`."""
+    return weight.activation_bytes if isinstance(weight, BlockWeight) else 3
+
+
 class Linear(NamedTuple):
     weight: Tensor  # [out, in]
     bias: Tensor | None
-    blocks: Blocks | None = None  # the same weight as a GGUF file holds it
 
-    def without(self, edited: Collection[int]) -> Linear:
-        """Without blocks, if the weight's `id` is among those of edited weights."""
-        return self._replace(blocks=None) if id(self.weight) in edited else self
+    @property
+    def blocks(self) -> Blocks | None:
+        """The weight's quantised blocks, if it has some that compiled products read."""
+        weight = self.weight
+        return weight.blocks if isinstance(weight, BlockWeight) and weight.blocks.is_packable else None
+
+    def select(self, outputs: Tensor) -> Linear:
+        """Some outputs, int64 `[n]`: copies of their rows, or the rows' blocks."""
+        with torch.inference_mode(False), torch.no_grad():
+            rows = self.weight.detach()[outputs.to(self.weight.device)]
+            return Linear(rows, None if self.bias is None else self.bias.detach()[outputs])
 
 
 class Layer(NamedTuple):
@@ -67,11 +82,6 @@ class Layer(NamedTuple):
     def linears(self) -> tuple[Linear, ...]:
         return self.q, self.k, self.v, self.o, self.gate, self.up, self.down
 
-    def without(self, edited: Collection[int]) -> Layer:
-        """Without the blocks of edited weights, given by their `id`."""
-        q, k, v, o, gate, up, down = (linear.without(edited) for linear in self.linears())
-        return self._replace(q=q, k=k, v=v, o=o, gate=gate, up=up, down=down)
-
     def weights(self) -> list[Tensor]:
         """All tensors of the layer."""
         linears = self.linears()
@@ -90,11 +100,10 @@ class LlamaWeights(NamedTuple):
     rotary: Any  # the module that gives cos and sin of positions
     activation: str  # of the MLP, a value of `ACTIVATIONS`
     embed_scale: float  # embeddings are multiplied by it
-    file: FileWeights | None = None  # where blocks come from, and whether they hold
     activation_bytes: int = 3  # of inputs of products with blocks; with 2, keys and values have 2 bytes, too
 
     @classmethod
-    def of(cls, model: Any, file: FileWeights | None = None, activation_bytes: int = 3) -> LlamaWeights | None:
+    def of(cls, model: Any) -> LlamaWeights | None:
         """The weights of a Llama-like causal LM on one device; None for other models.
 
         Models with hooks, adapters, quantised weights or modules of other packages are others.
@@ -102,30 +111,29 @@ class LlamaWeights(NamedTuple):
         if model.device.type == "meta" or not _is_plain(model):
             return None
         try:
-            base, held = model.model, {} if file is None else file.held(deeply=True)
+            base = model.model
             activations = {ACTIVATIONS.get(type(layer.mlp.act_fn).__name__, "") for layer in base.layers}
-            layers = [_layer(layer, held) for layer in base.layers]
+            layers = [_layer(layer) for layer in base.layers]
             has_angles = all(hasattr(base.rotary_emb, f"{x.layer_type}_inv_freq") for x in layers if x.layer_type)
             made = cls(
                 head_dim=base.layers[0].self_attn.head_dim,
                 embedding=base.embed_tokens.weight,
                 layers=layers,
                 norm=_norm(base.norm),
-                head=_linear(model.lm_head, held),
+                head=_linear(model.lm_head),
                 rotary=base.rotary_emb,
                 activation=min(activations),
                 embed_scale=_embed_scale(base.embed_tokens),
-                file=file,
-                activation_bytes=activation_bytes,
+                activation_bytes=min(map(activation_bytes, model.parameters()), default=3),
             )
         except AttributeError:  # a part is missing or of another kind
             return None
         is_known = len(activations) == 1 and made.activation != "" and has_angles
         return made if is_known and made._is_served() else None
 
-    def linears(self) -> list[Linear]:
-        """The head and the matrices of all layers."""
-        return [self.head, *(linear for layer in self.layers for linear in layer.linears())]
+    def matrices(self) -> list[Tensor]:
+        """The weights of the head and of all products of layers."""
+        return [self.head.weight, *(linear.weight for layer in self.layers for linear in layer.linears())]
 
     def _is_served(self) -> bool:
         like, weights = self.embedding, [weight for layer in self.layers for weight in layer.weights()]
@@ -155,7 +163,7 @@ def _is_plain(model: Any) -> bool:
         and all(type(m) is nn.Linear for m in linears)
         and _is_embedding(model.get_input_embeddings())
         and all(type(m).__module__.startswith(KNOWN_MODULES) for m in modules)
-        and all(is_dense(weight) for weight in model.parameters())
+        and all(map(is_readable, model.parameters()))
     )
 
 
@@ -175,9 +183,8 @@ def _embed_scale(module: Any) -> float:
     return 1.0 if type(module) is nn.Embedding else float(module.embed_scale.to(module.weight.dtype))
 
 
-def _linear(module: nn.Linear, held: Mapping[int, FileWeight]) -> Linear:
-    known = held.get(id(module.weight))
-    return Linear(module.weight, module.bias, None if known is None else known.blocks)
+def _linear(module: nn.Linear) -> Linear:
+    return Linear(module.weight, module.bias)
 
 
 def _norm(module: Any) -> Norm:
@@ -186,7 +193,7 @@ def _norm(module: Any) -> Norm:
     return Norm(module.weight, float(module.variance_epsilon))
 
 
-def _layer(layer: Any, held: Mapping[int, FileWeight]) -> Layer:
+def _layer(layer: Any) -> Layer:
     attn, mlp = layer.self_attn, layer.mlp
     has_post_norms = hasattr(layer, "post_feedforward_layernorm")
     return Layer(
@@ -195,16 +202,16 @@ def _layer(layer: Any, held: Mapping[int, FileWeight]) -> Layer:
         layer_type=None if None in _ropes(attn.config) else attn.layer_type,
         scale=float(attn.scaling),
         norm=_norm(layer.input_layernorm),
-        q=_linear(attn.q_proj, held),
-        k=_linear(attn.k_proj, held),
-        v=_linear(attn.v_proj, held),
+        q=_linear(attn.q_proj),
+        k=_linear(attn.k_proj),
+        v=_linear(attn.v_proj),
         q_norm=_norm(attn.q_norm) if hasattr(attn, "q_norm") else None,
         k_norm=_norm(attn.k_norm) if hasattr(attn, "k_norm") else None,
-        o=_linear(attn.o_proj, held),
+        o=_linear(attn.o_proj),
         mlp_norm=_norm(layer.pre_feedforward_layernorm if has_post_norms else layer.post_attention_layernorm),
-        gate=_linear(mlp.gate_proj, held),
-        up=_linear(mlp.up_proj, held),
-        down=_linear(mlp.down_proj, held),
+        gate=_linear(mlp.gate_proj),
+        up=_linear(mlp.up_proj),
+        down=_linear(mlp.down_proj),
         post_norm=_norm(layer.post_attention_layernorm) if has_post_norms else None,
         post_mlp_norm=_norm(layer.post_feedforward_layernorm) if has_post_norms else None,
     )

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from selfspec.errors import UnsupportedModelError
+from selfspec.kernels.rounding import rounded
 from selfspec.model import attention_backends as backends
 from selfspec.model.fingerprint import hidden_size_of
+from selfspec.model.gguf_blocks import BlockWeight, Holding
 from selfspec.model.kv_cache import PackedRows, Span
 from selfspec.model.refusals import replaced_forward
 from selfspec.model.row_groups import SHORT
@@ -20,6 +25,7 @@ from selfspec.model.views import make_twin
 
 _log = logging.getLogger("selfspec")
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.2}
+ROUNDED_TOLERANCE = 3e-2  # of models whose activations have two bytes: float32's differences become steps of rounding
 # Of two rows: all tokens, and tokens of the prefill. The first is long enough for its own attention call.
 LENGTHS, PREFIX = (SHORT + 12, 8), (SHORT + 8, 3)
 MASK_DISTANCE = 1e3  # nats below the largest logit, from which on a logit counts as masked
@@ -33,22 +39,42 @@ def split_error(split: SplitModel) -> float:
     a wrong split changes all positions.
 
     Two ragged rows run through prefill in one packed call, drafting by the early layers token by token, and
-    verification by the later layers in one ragged call; at two exit layers, in the loaded dtype.
+    verification by the later layers in one ragged call; at two exit layers, in the loaded dtype. Weights in blocks are
+    dequantised for one layer at a time.
     """
-    whole = make_twin(split.model)
-    vocab = int(whole.config.vocab_size)
     rng = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(0, vocab, (n,), generator=rng).to(split.device) for n in LENGTHS]
-    wanted = [whole(input_ids=p[None], use_cache=False).logits[0].float() for p in prompts]
-    tail = torch.cat([want[at:] for want, at in zip(wanted, PREFIX, strict=True)])
+    tokens = torch.randint(0, int(split.config.vocab_size), (len(LENGTHS), max(LENGTHS)), generator=rng)
+    tokens = tokens.to(split.device)
+    wanted = _whole_logits(split, tokens)
+    tail = torch.cat([wanted[row, at:end] for row, (at, end) in enumerate(zip(PREFIX, LENGTHS, strict=True))])
     exits = sorted({max(1, split.num_layers // 4), split.num_layers // 2})
     errors = []
-    for hidden in [_split_states(split, prompts, e) for e in exits]:
+    for hidden in [_split_states(split, tokens, e) for e in exits]:
         errors.append(difference(split.logits(hidden), tail))
         # The head's result for a token must not depend on the number of tokens in the call.
         errors[-1][0] = torch.maximum(errors[-1][0], difference(split.logits(hidden[:1]), tail[:1])[0])
     worst = torch.stack(errors)
     return float(worst.max() if split.dtype.itemsize >= 4 else worst.median(-1).values.max())
+
+
+def tolerance(split: SplitModel) -> float:
+    """The largest split error that rounding explains, in standard deviations of the logits."""
+    return ROUNDED_TOLERANCE if split.rounds else TOLERANCE.get(split.dtype, 0.2)
+
+
+def _whole_logits(split: SplitModel, tokens: Tensor) -> Tensor:
+    """Logits `[rows, N, vocab]` of the whole model, from token ids `[rows, N]`."""
+    whole = make_twin(split.model)
+    cache = {"past_key_values": _RoundingCache(), "use_cache": True} if split.rounds else {"use_cache": False}
+    logits: Tensor = whole(input_ids=tokens, **cache).logits
+    return logits.float()
+
+
+class _RoundingCache(DynamicCache):
+    """Rounds keys and values as the split model's cache does."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return super().update(rounded(key_states), rounded(value_states), *args, **kwargs)
 
 
 def difference(got: Tensor, wanted: Tensor) -> Tensor:
@@ -65,27 +91,55 @@ def difference(got: Tensor, wanted: Tensor) -> Tensor:
     return apart.amax(-1) / wanted[real].std().clamp_min(1e-6)
 
 
-def _split_states(split: SplitModel, prompts: list[Tensor], exit_layer: int) -> Tensor:
-    """Last hidden states `[N, hidden_size]` of all tokens after the prefixes, by prefill, draft and verification."""
-    cache = split.new_cache(len(prompts), max(LENGTHS))
-    pages = [[row] for row in range(len(prompts))]
+class _Call:
+    """A call of layers over some rows, and the hidden states or token ids that the next layers take."""
 
-    def rows(spans: list[tuple[int, int, int]]) -> PackedRows:
-        return PackedRows(cache, [Span(pages[row], at, n) for row, at, n in spans], split.device)
+    def __init__(self, rows: PackedRows, given: Tensor) -> None:
+        self.rows, self.given = rows, given
 
-    prefill = rows([(row, 0, n) for row, n in enumerate(PREFIX)])
-    hidden = split.run(prefill, 0, exit_layer, torch.cat([p[:n] for p, n in zip(prompts, PREFIX, strict=True)]))
-    split.run(prefill, exit_layer, split.num_layers, hidden)
-    drafted: list[list[Tensor]] = [[] for _ in prompts]
-    for step in range(max(n - at for n, at in zip(LENGTHS, PREFIX, strict=True))):
-        live = [row for row in range(len(prompts)) if PREFIX[row] + step < LENGTHS[row]]
-        tokens = torch.stack([prompts[row][PREFIX[row] + step] for row in live])
-        out = split.run(rows([(row, PREFIX[row] + step, 1) for row in live]), 0, exit_layer, tokens)
-        for row, state in zip(live, out, strict=True):
-            drafted[row].append(state)
-    verify = rows([(row, PREFIX[row], LENGTHS[row] - PREFIX[row]) for row in range(len(prompts))])
-    states = torch.stack([state for row in drafted for state in row])
-    return split.run(verify, exit_layer, split.num_layers, states)
+
+def _split_states(split: SplitModel, tokens: Tensor, exit_layer: int) -> Tensor:
+    """Last hidden states `[N, hidden_size]` of all tokens after the prefixes, by prefill, draft and verification.
+
+    A range of layers runs for all calls before the next range does.
+
+    Args:
+        tokens: int64 `[rows, N]`.
+    """
+    cache = split.new_cache(len(LENGTHS), max(LENGTHS))
+
+    def call(spans: list[tuple[int, int, int]]) -> _Call:
+        rows = PackedRows(cache, [Span([row], at, n) for row, at, n in spans], split.device)
+        return _Call(rows, torch.cat([tokens[row, at : at + n] for row, at, n in spans]))
+
+    def run(calls: Sequence[_Call], start: int, stop: int) -> None:
+        own = split.layer_modules[start:stop]
+        with Holding(*own) if split.compiled is None else nullcontext():
+            for one in calls:
+                one.given = split.run(one.rows, start, stop, one.given)
+
+    prefill = call([(row, 0, n) for row, n in enumerate(PREFIX)])
+    steps = range(max(n - at for n, at in zip(LENGTHS, PREFIX, strict=True)))
+    live = [[row for row, n in enumerate(LENGTHS) if PREFIX[row] + step < n] for step in steps]
+    drafts = [call([(row, PREFIX[row] + step, 1) for row in rows]) for step, rows in enumerate(live)]
+    for start, stop in _ranges(split, 0, exit_layer):
+        run([prefill, *drafts], start, stop)
+    verify = call([(row, PREFIX[row], n - PREFIX[row]) for row, n in enumerate(LENGTHS)])
+    states: list[list[Tensor]] = [[] for _ in LENGTHS]
+    for rows, one in zip(live, drafts, strict=True):
+        for row, state in zip(rows, one.given, strict=True):
+            states[row].append(state)
+    verify.given = torch.stack([state for own in states for state in own])
+    for start, stop in _ranges(split, exit_layer, split.num_layers):
+        run([prefill, verify], start, stop)
+    return verify.given
+
+
+def _ranges(split: SplitModel, start: int, stop: int) -> list[tuple[int, int]]:
+    """The layers [start, stop) in the ranges that run at once: single ones where weights are to be dequantised."""
+    if split.compiled is None and any(isinstance(one, BlockWeight) for one in split.model.parameters()):
+        return [(at, at + 1) for at in range(start, stop)]
+    return [(start, stop)]
 
 
 def self_check(split: SplitModel) -> float:
@@ -117,7 +171,7 @@ def check_part_heads(split: SplitModel) -> None:
 
     def is_equal(index: Tensor, logits: Tensor) -> bool:
         error = difference(wanted.scatter(1, index, logits), wanted).max()
-        return bool(error <= TOLERANCE.get(split.dtype, 0.2))
+        return bool(error <= tolerance(split))
 
     def short_is_equal() -> bool:
         short = split.short_logits(hidden[None], top, [1])
@@ -146,7 +200,7 @@ def _split_error_or_refusal(split: SplitModel) -> float:
     kind = getattr(split.config, "model_type", "model")
     if split.num_layers < 2:
         raise UnsupportedModelError(f"{kind}: a model must have at least 2 layers, got {split.num_layers}")
-    allowed = TOLERANCE.get(split.dtype, 0.2)
+    allowed = tolerance(split)
     if split.compiled is not None:
         try:
             error = split_error(split)

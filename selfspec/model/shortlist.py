@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selfspec.model.llama_weights import Linear
-from selfspec.model.quantized import is_dense
+from selfspec.model.gguf_blocks import multiplied
+from selfspec.model.llama_weights import Linear, is_readable
 
 NUM_TOP = 32  # the target's most probable tokens
 NUM_OTHERS = 64  # size of the sample
@@ -43,7 +43,7 @@ class PartHead(nn.Module):
     def of(cls, head: Any, linear: Any) -> Self | None:
         """The head over a part of `linear`; None where this is no plain `nn.Linear` and direct child of `head`."""
         names = [name for name, module in head._modules.items() if module is linear]
-        is_plain = type(linear) is nn.Linear and len(names) == 1 and is_dense(linear.weight)
+        is_plain = type(linear) is nn.Linear and len(names) == 1 and is_readable(linear.weight)
         return cls(head, linear, names[0]) if is_plain else None
 
     @property
@@ -82,11 +82,12 @@ class ShortHead(PartHead):
         Args:
             top: int64 `[N, T]`.
         """
-        weight, bias = self.linear[:2]
+        weight, bias = self.linear
 
         def product(states: Tensor) -> Tensor:
             x = states.view(hidden.shape).to(weight.dtype)
-            out = torch.matmul(x.transpose(0, 1), weight[top].transpose(1, 2)).transpose(0, 1)  # [K, N, T]
+            given = multiplied(x, weight)
+            out = torch.matmul(given.transpose(0, 1), weight[top].transpose(1, 2)).transpose(0, 1)  # [K, N, T]
             rest = F.linear(x, weight[self.others], None if bias is None else bias[self.others])
             out = out if bias is None else out + bias[top]
             return torch.cat((out, rest), -1).flatten(0, 1)[None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,8 @@ from selfspec.model import attention_choice as fastest
 from selfspec.model.attention import NAME, attend
 from selfspec.model.draft_vocabulary import DraftHead, Frequencies, Subset, default_size
 from selfspec.model.exit_heads import ExitHeads
-from selfspec.model.file_weights import FileWeights
 from selfspec.model.kv_cache import PackedRows, PagedCache
-from selfspec.model.llama_weights import LlamaWeights
+from selfspec.model.llama_weights import LlamaWeights, activation_bytes
 from selfspec.model.quiet_imports import quiet_imports
 from selfspec.model.row_counts import RowCounts
 from selfspec.model.shortlist import ShortHead, sample_of
@@ -29,16 +28,7 @@ with quiet_imports():
 AttentionInterface.register(NAME, attend)  # no mask function: transformers then builds no mask
 
 Value = TypeVar("Value")
-Precision = Literal["auto", "float32"]
-PRECISIONS: tuple[Precision, ...] = ("auto", "float32")
 Taps = dict[int, Tensor | None]  # number of layers -> hidden states after so many, set by the call
-
-
-def check_precision(precision: str) -> Precision:
-    """Return the precision; ValueError where there is none of this name."""
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
-    return precision
 
 
 class Layers(Protocol):
@@ -69,21 +59,14 @@ class SplitModel:
     Args:
         attention: the name of an attention backend, see `selfspec.model.attention_backends`; "auto": the
             fastest available one by a short measurement on CUDA, `sdpa` on CPU.
-        file: what the model's GGUF file holds of its weights.
-        precision: see `selfspec.LLM`.
 
     Raises:
         UnsupportedModelError: the family cannot be split (recurrent layers, own attention code), with the reason.
         ValueError: an attention backend that this machine does not have.
     """
 
-    def __init__(
-        self, model: nn.Module, attention: str = "auto", file: FileWeights | None = None, precision: Precision = "auto"
-    ) -> None:
+    def __init__(self, model: nn.Module, attention: str = "auto") -> None:
         self.model: Any = unwrap(model)
-        self.file = file
-        self.activation_bytes = 3 if file is None or precision == "float32" else 2
-        """Bytes of the numbers that are multiplied with quantised blocks, see `selfspec.kernels.rounding`."""
         self.family = family_of(self.model)
         self.ranks = ranks_of(self.model)
         """The processes of a tensor-parallel model; None: there is one process."""
@@ -93,9 +76,11 @@ class SplitModel:
         self._head: Any = head_view(self._twin, self.family)
         self._views: dict[tuple[int, int], Any] = {}
         self.config: Any = self._twin.config
-        self.num_layers = len(getattr(self._base, self.family.layers))
-        self.llama = LlamaWeights.of(self._twin, file, self.activation_bytes) if self.ranks is None else None
+        self.num_layers = len(self.layer_modules)
+        self.llama = LlamaWeights.of(self._twin) if self.ranks is None else None
         """Weights for executors that compute the layers themselves; None where the layers are of another kind."""
+        self.rounds = any(activation_bytes(weight) == 2 for weight in self.model.parameters())
+        """Whether activations, keys and values are rounded to two bytes, see `selfspec.kernels.rounding`."""
         self.compiled: Body | None = None
         """The implementation that replaces the views, see `selfspec.executors.cpu.install`; None: the views run."""
         self.recorded: Layers | None = None
@@ -129,6 +114,11 @@ class SplitModel:
         """In exact mode, tokens of a block of a prompt; 0: another mode."""
 
     @property
+    def has_short_head(self) -> bool:
+        """Whether shadow picks may be over a few tokens per position."""
+        return self._short is not None
+
+    @property
     def has_draft_heads(self) -> bool:
         """Whether drafts may be over a part of the vocabulary."""
         return self._draft_head is not None
@@ -141,8 +131,14 @@ class SplitModel:
         """
         if not self.has_draft_heads:
             return None
-        layers, head = getattr(self._base, self.family.layers), self._twin.get_output_embeddings().weight.numel()
-        return default_size(self.vocab_size, head, sum(weight.numel() for weight in layers[0].parameters()))
+        head = self._twin.get_output_embeddings().weight.numel()
+        return default_size(self.vocab_size, head, sum(weight.numel() for weight in self.layer_modules[0].parameters()))
+
+    @property
+    def layer_modules(self) -> Sequence[nn.Module]:
+        """The modules of the layers."""
+        modules: Sequence[nn.Module] = getattr(self._base, self.family.layers)
+        return modules
 
     @property
     def has_copies(self) -> bool:
@@ -218,7 +214,7 @@ class SplitModel:
     def new_cache(self, num_pages: int, page_size: int) -> PagedCache:
         """Make a KV cache for this split model."""
         if self.runner is None:
-            return PagedCache(num_pages, page_size, self.num_layers)
+            return PagedCache(num_pages, page_size, self.num_layers, rounds=self.rounds)
         made: PagedCache = self.runner.new_cache(num_pages, page_size)
         return made
 
@@ -257,7 +253,7 @@ class SplitModel:
 
             return hook
 
-        for index, layer in enumerate(getattr(self._base, self.family.layers)):
+        for index, layer in enumerate(self.layer_modules):
             layer.register_forward_hook(after(index + 1))
 
     def logits(self, hidden: Tensor, exit_layer: int | None = None) -> Tensor:
@@ -286,7 +282,7 @@ class SplitModel:
 
     def subset_of(self, tokens: Tensor) -> Subset | None:
         """A part of the vocabulary, int64 `[size]`, ascending, for `subset_logits`; None without such a head."""
-        return None if self._draft_head is None else self._draft_head.of_tokens(tokens, file=self.file)
+        return None if self._draft_head is None else self._draft_head.of_tokens(tokens)
 
     def subset_logits(self, hidden: Tensor, exit_layer: int, subset: Subset) -> Tensor:
         """The logits of `draft_logits` for given tokens, `[N, size]` in fp32; with gradients if `hidden` has some."""
@@ -305,7 +301,7 @@ class SplitModel:
         """The `size` most frequent tokens with the head's rows for them; None: drafts are over the whole vocabulary."""
         if size is None or self._draft_head is None or size >= self.vocab_size:
             return None
-        return self._draft_head.subset(size, self.frequencies, self.file)
+        return self._draft_head.subset(size, self.frequencies)
 
     def early_logits(self, hidden: Tensor, layers: Sequence[int]) -> Tensor:
         """Logits `[K, N, vocab]` in fp32 after each of K early layers, from hidden states `[K, N, hidden_size]`."""

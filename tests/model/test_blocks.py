@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from selfspec.executors.cpu.packed import Packed
 from selfspec.kernels import compiled_call as c
 from selfspec.kernels.large_pages import LargePageAllocator
-from selfspec.model.gguf_blocks import BLOCK_SIZES, Blocks
+from selfspec.model.gguf_blocks import BLOCK_SIZES, Blocks, BlockWeight
 from selfspec.model.llama_weights import Linear
 from tests.model.test_packed import multiply
 
@@ -36,14 +36,10 @@ def random_blocks(kind, outputs, inputs, seed=0):
 
 
 def linear(kind, outputs, inputs, seed=0, biased=False):
+    """The same outputs with a float weight, and with blocks."""
     data, weight = random_blocks(kind, outputs, inputs, seed)
     bias = torch.randn(outputs, generator=torch.Generator().manual_seed(seed)) if biased else None
-    return Linear(weight, bias, Blocks(kind, data))
-
-
-def without_numbers(part):
-    """The same part whose float weights are wrong: only its blocks can be read."""
-    return part._replace(weight=torch.full_like(part.weight, torch.nan))
+    return Linear(weight, bias), Linear(BlockWeight(Blocks(kind, data), 3), bias)
 
 
 def tokens(rows, inputs, seed=1):
@@ -78,41 +74,42 @@ def check(packed, x, parts, threads=1):
 )
 def test_products_are_those_of_the_files_weights_and_a_rows_bits_its_own(kind, outputs, blocks, rows, threads, biased):
     inputs = blocks * BLOCK_SIZES[kind][0]
-    parts = [linear(kind, size, inputs, seed, biased) for seed, size in enumerate(outputs)]
-    packed = Packed([without_numbers(part) for part in parts], LargePageAllocator())
+    parts, in_blocks = zip(
+        *[linear(kind, size, inputs, seed, biased) for seed, size in enumerate(outputs)], strict=True
+    )
+    packed = Packed(in_blocks, LargePageAllocator())
     assert packed.struct.kind == c.BLOCKS[kind]
     check(packed, tokens(rows, inputs), parts, threads)
 
 
 @pytest.mark.parametrize("kinds", [("Q5_0", "Q5_0", "Q8_0"), ("Q4_1", "Q4_0", "Q8_0")])
 def test_the_parts_of_a_product_may_be_of_different_types(kinds):
-    parts = [linear(kind, 64, 96, seed, biased=True) for seed, kind in enumerate(kinds)]
-    packed = Packed([without_numbers(part) for part in parts], LargePageAllocator())
+    parts, blocks = zip(*[linear(kind, 64, 96, seed, biased=True) for seed, kind in enumerate(kinds)], strict=True)
+    packed = Packed(blocks, LargePageAllocator())
     assert packed.struct.kind == c.MIXED
     for rows, threads in ((1, 1), (5, 2), (40, 3)):
         check(packed, tokens(rows, 96), parts, threads)
 
 
 def test_parts_of_different_types_that_do_not_fill_panels_are_packed_as_floats():
-    parts = [linear(kind, 36, 64, seed) for seed, kind in enumerate(("Q4_0", "Q8_0"))]
-    packed = Packed(parts, LargePageAllocator())
+    parts, blocks = zip(*[linear(kind, 36, 64, seed) for seed, kind in enumerate(("Q4_0", "Q8_0"))], strict=True)
+    packed = Packed(blocks, LargePageAllocator())
     assert packed.struct.kind == c.FULL
     check(packed, tokens(3, 64), parts)
 
 
 @pytest.mark.parametrize("rows", [1, 6])
 def test_gate_and_up_are_multiplied(rows):
-    parts = [linear("Q4_0", 72, 64, seed) for seed in (0, 1)]
-    packed = Packed([without_numbers(part) for part in parts], LargePageAllocator(), paired=True)
-    as_floats = Packed([part._replace(blocks=None) for part in parts], LargePageAllocator(), paired=True)
+    parts, blocks = zip(*[linear("Q4_0", 72, 64, seed) for seed in (0, 1)], strict=True)
+    packed, as_floats = (Packed(each, LargePageAllocator(), paired=True) for each in (blocks, parts))
     layout = [multiply(each, tokens(rows, 64)) for each in (packed, as_floats)]
     assert torch.allclose(*layout, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_zeros_tiny_and_huge_numbers_and_what_is_no_number(kind):
-    part = linear(kind, 32, 256)
-    packed = Packed([without_numbers(part)], LargePageAllocator())
+    part, blocks = linear(kind, 32, 256)
+    packed = Packed([blocks], LargePageAllocator())
     ordinary = tokens(1, 256)[0]
     x = torch.stack([torch.zeros(256), ordinary * 1e-37, ordinary * 1e-20, ordinary * 1e30, ordinary, ordinary])
     x[4, 70], x[5, 9] = torch.nan, torch.inf
@@ -125,8 +122,8 @@ def test_zeros_tiny_and_huge_numbers_and_what_is_no_number(kind):
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_a_packed_row_is_what_dequantising_the_file_gives(kind):
-    part = linear(kind, 70, 512)
-    packed = Packed([without_numbers(part)], LargePageAllocator())
+    part, blocks = linear(kind, 70, 512)
+    packed = Packed([blocks], LargePageAllocator())
     table, row = c.RowTable(None, ctypes.pointer(packed.struct)), torch.full((512,), torch.nan)
     for output in (0, 17, 69):
         c.functions().selfspec_row(ctypes.byref(table), output, 512, row.data_ptr())

@@ -44,7 +44,7 @@ SHAPES = {
 def compiled(family="llama", halves=False, **extra):
     model = build(family, **extra)
     split = SplitModel(rounded(model) if halves else model)
-    error = choose(split, "compiled")
+    error = choose(split, "compiled").error
     return split, error
 
 

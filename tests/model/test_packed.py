@@ -81,7 +81,7 @@ def test_products_are_as_precise_as_float32_and_a_rows_bits_its_own(kind, output
     parts = weights((outputs, inputs), biased=biased)
     x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(1)) * 1000
     packed = packed_as(kind, parts)
-    got, [(weight, bias, _)] = multiply(packed, x, threads), parts
+    got, [(weight, bias)] = multiply(packed, x, threads), parts
     read = x.bfloat16() if kind == c.PAIRS else x
     wanted = read.double() @ weight.double().T + (0 if bias is None else bias.double())
     most = x.double().abs() @ weight.double().abs().T + 1

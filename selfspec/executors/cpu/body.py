@@ -27,6 +27,7 @@ from selfspec.kernels.large_pages import LargePageAllocator
 from selfspec.kernels.layout import Norm
 from selfspec.model.draft_vocabulary import Subset
 from selfspec.model.exit_heads import ExitHeads
+from selfspec.model.gguf_blocks import BlockWeight
 from selfspec.model.kv_cache import PackedRows, PagedCache
 from selfspec.model.llama_weights import Layer, Linear, LlamaWeights
 
@@ -70,20 +71,21 @@ class CompiledBody:
         eps = {"eps": one.norm.eps, "mlp_eps": one.mlp_norm.eps, "qk_eps": one.q_norm.eps if one.q_norm else 0.0}
         self._numbers = {**eps, "scale": one.scale, "embed_scale": weights.embed_scale}
         memory = LargePageAllocator()
-        self._products = [pack_layer(layer, Packed, memory) for layer in self.layers]
+        self._products = []
+        for layer in self.layers:
+            self._products.append(pack_layer(layer, Packed, memory))
+            _release([linear.weight for linear in layer.linears()])
         self.packed_head = Packed([head], memory)
+        untied = head.weight is not embedding and isinstance(embedding, BlockWeight)
+        self._packed_embedding = Packed([Linear(embedding, None)], memory) if untied else None
+        _release([head.weight, embedding])
         self.rounded = RoundedLayers(self.layers, head)
         self._norms = [[n and self._copied(n.weight, n.offset) for n in x.norms] for x in self.layers]
         self._structs: WeakKeyDictionary[PagedCache, tuple[Any, Any, dict[int, Any]]] = WeakKeyDictionary()
         heads, copied = [w for w in (head.weight, head.bias) if w is not None], [own for _, own, _ in self._copies]
         every = [embedding, *heads, *copied, *(w for layer in self.layers for w in layer.weights())]
-        self._weights = list({id(w): w for w in every}.values())
+        self._weights = [w for w in {id(w): w for w in every}.values() if not isinstance(w, BlockWeight)]
         self._tracked = [w for w in self._weights if not w.is_inference()]  # inference tensors count no edits
-        self._file = weights.file
-        self._in_blocks = {id(x.weight) for x in weights.linears() if x.blocks is not None}
-        if self._file is not None:
-            self._in_blocks |= {id(embedding)} & self._file.held(deeply=False).keys()
-        self._sums_all = self._file is None or not self._file.sees_all
         self._num_edits, self._sums = self._count_edits(), self._checksums()
         self.version = 0
         """How often `refresh` found edited weights."""
@@ -102,6 +104,8 @@ class CompiledBody:
         # The compiled layers have one number for the norms before and after a sublayer, and one for queries and keys.
         norm, mlp, q, k, post, post_mlp = _eps_of(first)
         is_paired = post in (None, norm) and post_mlp in (None, mlp) and q == k and weights.norm.eps == norm
+        if any(isinstance(w, BlockWeight) and not w.blocks.is_packable for w in [like, *weights.matrices()]):
+            return False
         return is_alike and is_paired and like.device.type == "cpu" and like.dtype in DTYPES
 
     @staticmethod
@@ -111,9 +115,12 @@ class CompiledBody:
         Raises:
             NoCompilerError: see `selfspec.kernels.compiler.library`.
         """
-        packed = sum(x.blocks.nbytes for x in weights.linears() if x.blocks is not None)
-        read = [x.weight for x in weights.linears() if x.blocks is None]
-        packed += sum(w.numel() * (2 if fits_half(w) else 4) for w in read)
+        packed, read = 0, {id(w): w for w in [weights.embedding, *weights.matrices()]}
+        for weight in read.values():
+            if isinstance(weight, BlockWeight):
+                packed += weight.blocks.nbytes
+            elif weight is not weights.embedding:
+                packed += weight.numel() * (2 if fits_half(weight) else 4)
         widened = {id(w): w for w in (weights.embedding, weights.head.weight) if w.dtype != torch.float32}
         return packed + sum(4 * w.numel() for w in widened.values())
 
@@ -125,6 +132,8 @@ class CompiledBody:
 
     def embedding_rows(self) -> c.RowTable:
         """The embedding by row: the head's weights where they are the same."""
+        if self._packed_embedding is not None:
+            return c.RowTable(None, ctypes.pointer(self._packed_embedding.struct))
         tied = self.head.weight is self.embedding
         return self.head_rows() if tied else c.RowTable(self.embedding.data_ptr(), None)
 
@@ -146,7 +155,7 @@ class CompiledBody:
     ) -> Tensor:
         """Run layers [start, stop); see `SplitModel.run`."""
         given = (given if start == 0 else given.float()).contiguous()
-        x = self.embedding.new_empty(rows.num_tokens, self.embedding.shape[1])
+        x = self.last_norm.new_empty(rows.num_tokens, self.embedding.shape[1])
         if not rows.num_tokens:
             return x
         embedding = ctypes.byref(self.embedding_rows()) if start == 0 else None
@@ -211,8 +220,7 @@ class CompiledBody:
             return self.rounded.head if rounded else self.packed_head, None
         kind = PackedInt4 if rounded else Packed
         if kind not in subset.made:
-            part = subset.blocks_alone if kind.reads_blocks else None
-            subset.made[kind] = kind([part or subset.linear], LargePageAllocator())
+            subset.made[kind] = kind([subset.linear], LargePageAllocator())
         return subset.made[kind], subset.tokens
 
     def product(self, packed: Packed, hidden: Tensor, norm: bool) -> Tensor:
@@ -236,18 +244,15 @@ class CompiledBody:
         Args:
             deeply: compare checksums of all weights, which also detects edits through `.data` or numpy. Weights made in
                 inference mode count no edits, so models that have some are compared this way in every call. Weights
-                with blocks are not read for it where the system tells whether their memory was written to.
+                in blocks cannot be edited.
 
         Raises:
             ValueError: the shape of a weight changed.
         """
         num_edits, deeply = self._count_edits(), deeply or len(self._tracked) < len(self._weights)
-        edited = self._edited_blocks(deeply)
         sums = self._checksums() if deeply or num_edits != self._num_edits else self._sums
-        if num_edits == self._num_edits and sums == self._sums and not edited:
+        if num_edits == self._num_edits and sums == self._sums:
             return
-        if self._sums_all and sums != self._sums:
-            edited = set(self._in_blocks)  # some weight of all
         for copy, own, _ in self._copies:
             if copy.shape != own.shape:
                 raise ValueError(
@@ -255,17 +260,16 @@ class CompiledBody:
                 )
         for layer in self._products:
             for one in layer:
-                one.fill(edited)
-        self.packed_head.fill(edited)
-        self.rounded.fill(edited)
+                one.fill()
+        self.packed_head.fill()
+        self.rounded.fill()
         self._structs.clear()  # the packed weights may have moved
         for copy, own, offset in self._copies:
             copy.copy_(own.detach())
             if offset:
                 copy.add_(offset)
-        self._in_blocks -= edited
         self.version += 1
-        self._num_edits, self._sums = num_edits, self._checksums() if edited else sums
+        self._num_edits, self._sums = num_edits, sums
 
     def threads(self, num_tokens: int) -> int:
         """The number of threads for a call of so many tokens: at most `torch.get_num_threads()`."""
@@ -296,14 +300,9 @@ class CompiledBody:
         """The number of edits in place, summed over all weights."""
         return sum([w._version for w in self._tracked])
 
-    def _edited_blocks(self, deeply: bool) -> set[int]:
-        """The `id` of weights that were edited since their blocks were packed."""
-        return self._in_blocks - self._file.held(deeply).keys() if self._file is not None and self._in_blocks else set()
-
     def _checksums(self) -> bytes:
-        """Checksums of all weights whose edits `_edited_blocks` does not see, one for every `CHECKSUM_BYTES`."""
-        summed = [w for w in self._weights if self._sums_all or id(w) not in self._in_blocks]
-        weights = [w.detach().contiguous() for w in summed]
+        """Checksums of all weights that can be edited, one for every `CHECKSUM_BYTES`."""
+        weights = [w.detach().contiguous() for w in self._weights]
         places = [w.data_ptr() + at for w in weights for at in range(0, w.nbytes, CHECKSUM_BYTES)]
         sizes = [min(CHECKSUM_BYTES, w.nbytes - at) for w in weights for at in range(0, w.nbytes, CHECKSUM_BYTES)]
         out, count = (ctypes.c_uint64 * len(places))(), len(places)
@@ -336,7 +335,7 @@ class CompiledBody:
         """`structs`, and the 4-bit layers that `rounded_structs` has made for this cache, by their number."""
         known = self._structs.get(cache)
         if known is None:
-            shape, made = self.embedding.new_empty(0, self._sizes["kv_heads"], self.head_dim), []
+            shape, made = self.last_norm.new_empty(0, self._sizes["kv_heads"], self.head_dim), []
             for one, products, norms in zip(self.layers, self._products, self._norms, strict=True):
                 places = [None if n is None else n.data_ptr() for n in norms]
                 places += [pages.data_ptr() for pages in cache.layer(one.layer_idx, shape, shape)]
@@ -352,6 +351,14 @@ class CompiledBody:
         if count not in known:
             known[count] = self.rounded.structs(layers, count)
         return model, known[count]
+
+
+def _release(weights: Sequence[Tensor]) -> None:
+    """Give back the memory of the file's pages that these weights are mapped from."""
+    sources = {w.blocks.source for w in weights if isinstance(w, BlockWeight)} - {None}
+    for source in sources:
+        if source is not None:
+            source.release()
 
 
 def _eps_of(layer: Layer) -> list[float | None]:

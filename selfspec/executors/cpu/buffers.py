@@ -83,8 +83,8 @@ class HiddenStateBuffers(NamedTuple):
         size, vocab = body.embedding.shape[1], body.packed_head.num_outputs
         if num_tokens * (len(layers) * size + vocab) > MAX_HIDDEN_NUMBERS:
             return None
-        hidden = body.embedding.new_empty(len(layers), num_tokens, size)
-        return cls(layers, hidden, body.embedding.new_empty(num_tokens, vocab))
+        hidden = body.last_norm.new_empty(len(layers), num_tokens, size)
+        return cls(layers, hidden, body.last_norm.new_empty(num_tokens, vocab))
 
 
 class RoundResult(NamedTuple):
@@ -115,7 +115,7 @@ class Buffers:
         )
         # Of the last round only:
         self._written = _ints(count * max_draft)
-        self._hidden = body.embedding.new_empty(count, max_draft, body.embedding.shape[1])
+        self._hidden = body.last_norm.new_empty(count, max_draft, body.embedding.shape[1])
         # Inputs are kept here while the structures point to them. Equal inputs of later calls are not copied again.
         self._pages: tuple[list[tuple[int, ...]], Any] = [], None
         self._sampling: tuple[bytes, Any] = b"", None

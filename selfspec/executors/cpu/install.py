@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import os
 from time import perf_counter
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from selfspec.errors import NoCompilerError
 from selfspec.executors.cpu.body import CompiledBody
+from selfspec.model import attention_backends as backends
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.llama_weights import LlamaWeights
 from selfspec.model.self_check import self_check
@@ -38,12 +39,27 @@ def check_backend(backend: str) -> Backend:
     return backend
 
 
-def choose(split: SplitModel, backend: Backend) -> float:
-    """Set the body of a split model, check it, and return the split error in standard deviations of the logits.
+class Choice(NamedTuple):
+    """What runs a model, as the self-check left it."""
+
+    error: float
+    """The split error in standard deviations of the logits."""
+    is_compiled: bool
+    attention: str
+    has_short_head: bool
+    has_draft_head: bool
+    threads_for_few: int | None = None
+
+
+def choose(split: SplitModel, backend: Backend, known: Choice | None = None) -> Choice:
+    """Set the body of a split model, and check it.
 
     `auto` uses the compiled body if it serves the model, a compiler exists, the packed weights fit into free memory,
     and the self-check passes; else the views. In bfloat16, the compiled body rounds less than the model's own forward.
     Unlike those of the views, its bits do not depend on the number of tokens per call.
+
+    Args:
+        known: what was chosen before for the same model on the same machine; it is not checked again.
 
     Raises:
         UnsupportedModelError: the model cannot be split.
@@ -57,8 +73,12 @@ def choose(split: SplitModel, backend: Backend) -> float:
         raise ValueError(_refusal(split, backend, serves))
     if weights is not None and backend != "views":
         try:
-            if must or _fits_memory(weights):
-                split.compiled = _with_best_threads(CompiledBody(weights))
+            if (must or _fits_memory(weights)) and (known is None or known.is_compiled):
+                split.compiled = body = CompiledBody(weights)
+                if known is None:
+                    set_best_threads(body)
+                else:
+                    body.threads_for_few = known.threads_for_few
         except NoCompilerError as problem:
             if must:
                 raise
@@ -68,13 +88,19 @@ def choose(split: SplitModel, backend: Backend) -> float:
                 problem.reason,
                 problem.remedy,
             )
+    if known is not None and known.is_compiled == (split.compiled is not None):
+        split.attention = backends.named(known.attention, split.device)
+        split.leave_out_heads(short=not known.has_short_head, draft=not known.has_draft_head)
+        return known
     error = self_check(split)
     if must and split.compiled is None:
         raise ValueError(_refusal(split, backend, "models whose layers it computes as the model itself does"))
-    return error
+    threads = split.compiled.threads_for_few if isinstance(split.compiled, CompiledBody) else None
+    heads = split.has_short_head, split.has_draft_heads
+    return Choice(error, split.compiled is not None, split.attention.name, *heads, threads)
 
 
-def _with_best_threads(body: CompiledBody) -> CompiledBody:
+def set_best_threads(body: CompiledBody) -> None:
     """Set the number of threads with which a plain token is fastest."""
     counts = [1 << i for i in range(torch.get_num_threads().bit_length())]
     if len(counts) > 1:
@@ -83,7 +109,6 @@ def _with_best_threads(body: CompiledBody) -> CompiledBody:
             body.threads_for_few = count
             taken[count] = plain_seconds(body)
         body.threads_for_few = min(taken, key=taken.__getitem__)
-    return body
 
 
 def plain_seconds(body: CompiledBody) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -16,6 +16,7 @@ from selfspec.kernels import compiled_call as c
 from selfspec.kernels.large_pages import LargePageAllocator
 from selfspec.model.exit_heads import EPS, ExitHead, ExitHeads
 from selfspec.model.llama_weights import Layer, Linear
+from selfspec.model.quantized import dense
 
 UNPAIRED = 1 << 40  # outputs before a gap; more than any weight has, so there is none
 
@@ -56,19 +57,12 @@ class Packed:
         self._pack()
         self._copy_biases()
 
-    def fill(self, edited: Collection[int] = ()) -> None:
-        """Copy the current weights and biases of the model.
-
-        What was packed from blocks stays: they never change, but somebody may have overwritten the file that they are
-        mapped from.
-
-        Args:
-            edited: the `id` of weights that were edited since their blocks were read; these blocks are no longer used.
+    def fill(self) -> None:
+        """Copy the current weights and biases of the model. What was packed from blocks stays: these never change.
 
         Raises:
             ValueError: the shape of a weight changed.
         """
-        self._parts = [part.without(edited) for part in self._parts]
         if self.struct.kind < c.MIXED or any(part.blocks is None for part in self._parts):
             kinds = self._kinds()
             if kinds != self._kinds_now:
@@ -123,7 +117,7 @@ class Packed:
                 order = None if rows is None else rows.data_ptr()
                 lib.selfspec_pack_blocks(data.data_ptr(), data.stride(0), order, size, *places)
             else:
-                weight: Tensor = part.weight.detach().float().contiguous()
+                weight: Tensor = dense(part.weight.detach()).float().contiguous()
                 lib.selfspec_pack(weight.data_ptr(), size, *places)
             at += self._lanes if self._stride else size
 
@@ -147,7 +141,7 @@ def fits_half(weight: Tensor) -> bool:
     """Whether bfloat16 represents every number of a weight exactly."""
     if weight.dtype == torch.bfloat16:
         return True
-    weight = weight.detach().float().contiguous()
+    weight = dense(weight.detach()).float().contiguous()
     return bool(c.functions().selfspec_fits_half(weight.data_ptr(), weight.numel()))
 
 
@@ -245,9 +239,7 @@ class RoundedLayers:
             made[i].qkv, made[i].o, made[i].gate_up, made[i].down = (one.struct for one in products)
         return made
 
-    def fill(self, edited: Collection[int] = ()) -> None:
-        """Copy the current weights of the model into the copies made so far; `edited` as for `Packed.fill`."""
-        self._weights = [layer.without(edited) for layer in self._weights]
-        self._head_weight = self._head_weight.without(edited)
+    def fill(self) -> None:
+        """Copy the current weights of the model into the copies made so far."""
         for one in [*([] if self._head is None else [self._head]), *(p for layer in self._layers for p in layer)]:
-            one.fill(edited)
+            one.fill()
