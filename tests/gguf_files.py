@@ -33,7 +33,7 @@ def family_model(family, seed=0, **options):
     torch.manual_seed(seed)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "max_position_embeddings": 256}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": END}
-    config = AutoConfig.for_model(family, **sizes, **heads, vocab_size=259, **options)
+    config = AutoConfig.for_model(family, **{**sizes, **heads, "vocab_size": 259, **options})
     return AutoModelForCausalLM.from_config(config).eval()
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from selfspec.kernels.rounding import rounded
@@ -115,8 +115,14 @@ class BlockWeight(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"BlockWeight({self.blocks.type}, {list(self.shape)})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockWeight:
+        """A copy of its own that shares the blocks, which do not change."""
+        memo[id(self)] = made = _restored(self.blocks, self.activation_bytes, isinstance(self, nn.Parameter))
+        return made
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _restored, (self.blocks._replace(data=self.blocks.data.clone(), source=None), self.activation_bytes)
+        blocks = self.blocks._replace(data=self.blocks.data.clone(), source=None)
+        return _restored, (blocks, self.activation_bytes, isinstance(self, nn.Parameter))
 
     def dequantize(self) -> Tensor:
         """The weights, fp32 `[out, in]`."""
@@ -154,8 +160,13 @@ class BlockWeight(Tensor):
         return func(*tree_map(_dense, list(args)), **tree_map(_dense, dict(kwargs or {})))
 
 
-def _restored(blocks: Blocks, activation_bytes: int) -> BlockWeight:
-    return BlockWeight(blocks, activation_bytes)
+def _restored(blocks: Blocks, activation_bytes: int, is_parameter: bool) -> Any:
+    made = BlockWeight(blocks, activation_bytes)
+    return nn.Parameter(made, requires_grad=False) if is_parameter else made
+
+
+def _itself(weight: BlockWeight) -> BlockWeight:
+    return weight
 
 
 def _dense(value: Any) -> Any:
@@ -207,6 +218,9 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
     F.embedding: _embedding,
     Tensor.__getitem__: _getitem,
+    Tensor.detach: _itself,
+    torch.detach: _itself,
+    Tensor.data.__get__: _itself,  # type: ignore[attr-defined]
 }
 
 
@@ -235,7 +249,7 @@ def file_numbers(kind: str, source: MappedFile, offset: int, shape: tuple[int, .
 class Holding:
     """Within it, the weights in blocks of some modules are dequantised once and kept."""
 
-    def __init__(self, *modules: torch.nn.Module) -> None:
+    def __init__(self, *modules: nn.Module) -> None:
         self._weights = [one for module in modules for one in module.parameters() if isinstance(one, BlockWeight)]
 
     def __enter__(self) -> Self:
