@@ -17,67 +17,106 @@ static inline int64_t place_of(int64_t output, const Places& to) {
     return to.offset + output / to.lanes * to.stride + output % to.lanes;
 }
 
-// One block of an output: its integers with their offset, and its scales in packed order.
+// A block of an output, rounded to 4 bits: its integers with their offset, and its scale.
 struct OneBlock {
-    uint8_t numbers[BLOCK], scales[4], super[4];
+    uint8_t numbers[BLOCK], scales[2];
 };
 
-static void put_block(int64_t kind, const OneBlock& from, char* panel, int64_t block, int64_t output) {
-    BlockShape shape = shape_of(kind);
-    char* super = panel + PANEL * (block / PER_SUPER) * (PER_SUPER * shape.bytes() + shape.super);
-    char *own = super + PANEL * (shape.super + block % PER_SUPER * shape.bytes()), *lane = own + output * 4;
-    const uint8_t* q = from.numbers;
-    if (shape.bits == 8) {
-        for (int64_t i = 0; i < BLOCK; i++) lane[i / 4 * PANEL * 4 + i % 4] = char(q[i]);
-    } else {
-        for (int64_t j = 0; j < 4; j++)
-            for (int64_t c = 0; c < 4; c++)
-                lane[j * PANEL * 4 + c] = char((q[8 * j + c] & 15) | (q[8 * j + 4 + c] & 15) << 4);
-    }
-    lane += 4 * PANEL * 4;  // where further bits begin
-    for (int64_t c = 0; c < 4 && (shape.bits == 5 || shape.bits == 6); c++) {
-        int parts[2] = {};
-        for (int64_t j = 0; j < 4; j++)
-            for (int64_t part = 0; part < 2; part++) parts[part] |= (q[8 * j + 4 * part + c] >> 4) << (shape.bits - 4) * j;
-        if (shape.bits == 5) lane[c] = char(parts[0] | parts[1] << 4);
-        if (shape.bits == 6) lane[c] = char(parts[0]), lane[PANEL * 4 + c] = char(parts[1]);
-    }
-    int64_t wide = kind == Q4_K || kind == Q6_K ? 1 : 2;  // bytes of one of the block's scales
-    char* scales = own + PANEL * shape.numbers();
-    for (int64_t i = 0; i < shape.scales; i++) scales[(i / wide * PANEL + output) * wide + i % wide] = char(from.scales[i]);
-    for (int64_t i = 0; i < shape.super; i++) super[(i / 2 * PANEL + output) * 2 + i % 2] = char(from.super[i]);
+// Words of a file's block: four integers of 4, 6 or 8 bits in the bytes of a word.
+struct Words {
+    uint32_t four[WORDS], more[2];  // the lower 4 bits, or all 8, of inputs 4 k to 4 k + 3; further bits in packed order
+    uint8_t scales[4], super[4];
+};
+
+static inline uint32_t word_at(const uint8_t* from) {
+    uint32_t word;
+    std::memcpy(&word, from, sizeof word);
+    return word;
 }
 
 // Block number `block` of an output's blocks in a file, as ggml defines them.
-static OneBlock file_block(int64_t kind, const uint8_t* blocks, int64_t block) {
-    OneBlock made = {};
-    if (kind == Q4_0 || kind == Q4_1 || kind == Q5_0) {
-        const uint8_t* from = blocks + block * (kind == Q4_0 ? 18 : kind == Q4_1 ? 20 : 22);
-        const uint8_t* four = from + (kind == Q4_0 ? 2 : kind == Q4_1 ? 4 : 6);
-        for (int i = 0; i < BLOCK; i++) made.numbers[i] = i < 16 ? four[i] & 15 : four[i - 16] >> 4;
-        std::memcpy(made.scales, from, shape_of(kind).scales);
-        for (int i = 0; kind == Q5_0 && i < BLOCK; i++) made.numbers[i] |= (from[2 + i / 8] >> i % 8 & 1) << 4;
-    } else if (kind == Q8_0) {
+template <int64_t KIND>
+static inline Words file_words(const uint8_t* blocks, int64_t block) {
+    constexpr uint32_t FOUR = 0x0f0f0f0f;
+    Words made = {};
+    if constexpr (KIND == Q4_0 || KIND == Q4_1 || KIND == Q5_0) {
+        constexpr int64_t START = KIND == Q4_0 ? 2 : KIND == Q4_1 ? 4 : 6;
+        const uint8_t* from = blocks + block * (START + 16);
+        for (int64_t k = 0; k < 4; k++) {
+            uint32_t both = word_at(from + START + 4 * k);
+            made.four[k] = both & FOUR, made.four[4 + k] = both >> 4 & FOUR;
+        }
+        std::memcpy(made.scales, from, KIND == Q4_1 ? 4 : 2);
+        if constexpr (KIND == Q5_0) {
+            uint32_t bits = word_at(from + 2);
+            // four bits, one in each byte
+            auto spread = [bits](int64_t k) { return (bits >> 4 * k & 15) * 0x00204081u & 0x01010101u; };
+            for (int64_t j = 0; j < 4; j++) made.more[0] |= spread(2 * j) << j | spread(2 * j + 1) << (4 + j);
+        }
+    } else if constexpr (KIND == Q8_0) {
         const uint8_t* from = blocks + block * 34;
-        for (int i = 0; i < BLOCK; i++) made.numbers[i] = uint8_t(from[2 + i] + 128);
+        for (int64_t k = 0; k < WORDS; k++) made.four[k] = word_at(from + 2 + 4 * k) ^ 0x80808080u;
         std::memcpy(made.scales, from, 2);
-    } else if (kind == Q4_K) {
-        const uint8_t *from = blocks + block / PER_SUPER * 144, *packed = from + 4, *four = from + 16;
+    } else if constexpr (KIND == Q4_K) {
+        const uint8_t *from = blocks + block / PER_SUPER * 144, *packed = from + 4;
         int64_t b = block % PER_SUPER;
+        const uint8_t* four = from + 16 + b / 2 * BLOCK;
         std::memcpy(made.super, from, 4);
         made.scales[0] = b < 4 ? packed[b] & 63 : (packed[b + 4] & 15) | packed[b - 4] >> 6 << 4;
         made.scales[1] = b < 4 ? packed[b + 4] & 63 : packed[b + 4] >> 4 | packed[b] >> 6 << 4;
-        for (int i = 0; i < BLOCK; i++) made.numbers[i] = four[b / 2 * BLOCK + i] >> b % 2 * 4 & 15;
+        for (int64_t k = 0; k < WORDS; k++) made.four[k] = word_at(four + 4 * k) >> b % 2 * 4 & FOUR;
     } else {  // Q6_K: 128 bytes of four bits, 64 of two, 16 scales and a scale of all
         const uint8_t* from = blocks + block / PER_SUPER * 210;
         int64_t b = block % PER_SUPER, half = b / 4, part = b % 4;
         const uint8_t *four = from + half * 64 + part % 2 * BLOCK, *two = from + 128 + half * BLOCK;
         std::memcpy(made.super, from + 208, 2);
         std::memcpy(made.scales, from + 192 + 2 * b, 2);
-        for (int i = 0; i < BLOCK; i++)
-            made.numbers[i] = uint8_t((four[i] >> part / 2 * 4 & 15) | (two[i] >> 2 * part & 3) << 4);
+        for (int64_t k = 0; k < WORDS; k++) {
+            made.four[k] = word_at(four + 4 * k) >> part / 2 * 4 & FOUR;
+            made.more[k % 2] |= (word_at(two + 4 * k) >> 2 * part & 0x03030303u) << k / 2 * 2;
+        }
     }
     return made;
+}
+
+static inline void put_word(char* to, uint32_t word) { std::memcpy(to, &word, sizeof word); }
+
+// Write a block of an output to its place in a panel.
+template <int64_t KIND>
+static inline void put_words(const Words& from, char* panel, int64_t block, int64_t output) {
+    constexpr BlockShape shape = shape_of(KIND);
+    char* super = panel + PANEL * (block / PER_SUPER) * (PER_SUPER * shape.bytes() + shape.super);
+    char *own = super + PANEL * (shape.super + block % PER_SUPER * shape.bytes()), *lane = own + output * 4;
+    constexpr int64_t ROW = PANEL * 4, WIDE = KIND == Q4_K || KIND == Q6_K ? 1 : 2;  // WIDE: bytes of a scale
+    if constexpr (shape.bits == 8) {
+        for (int64_t k = 0; k < WORDS; k++) put_word(lane + k * ROW, from.four[k]);
+    } else {
+        for (int64_t j = 0; j < 4; j++) put_word(lane + j * ROW, from.four[2 * j] | from.four[2 * j + 1] << 4);
+        if constexpr (shape.bits > 4) put_word(lane + 4 * ROW, from.more[0]);
+        if constexpr (shape.bits > 5) put_word(lane + 5 * ROW, from.more[1]);
+    }
+    char* scales = own + PANEL * shape.numbers();
+    for (int64_t i = 0; i < shape.scales; i++) scales[(i / WIDE * PANEL + output) * WIDE + i % WIDE] = char(from.scales[i]);
+    for (int64_t i = 0; i < shape.super; i++) super[(i / 2 * PANEL + output) * 2 + i % 2] = char(from.super[i]);
+}
+
+// Pack a panel from the rows of its outputs in a file; null: outputs of another weight, which are left as they are.
+template <int64_t KIND>
+static void pack_panel(const uint8_t* const* rows, int64_t blocks, char* panel) {
+    for (int64_t b = 0; b < blocks; b++)
+        for (int64_t o = 0; o < PANEL; o++)
+            if (rows[o]) put_words<KIND>(file_words<KIND>(rows[o], b), panel, b, o);
+}
+
+static void pack_panel(int64_t kind, const uint8_t* const* rows, int64_t blocks, char* panel) {
+    switch (kind) {
+        case Q4_0: return pack_panel<Q4_0>(rows, blocks, panel);
+        case Q4_1: return pack_panel<Q4_1>(rows, blocks, panel);
+        case Q5_0: return pack_panel<Q5_0>(rows, blocks, panel);
+        case Q8_0: return pack_panel<Q8_0>(rows, blocks, panel);
+        case Q4_K: return pack_panel<Q4_K>(rows, blocks, panel);
+        default: return pack_panel<Q6_K>(rows, blocks, panel);
+    }
 }
 
 // The scale with which integers from -8 to 7 represent a block's numbers with the least squared error, among some
@@ -127,17 +166,6 @@ static OneBlock rounded_block(const float* from, int64_t count) {
         made.numbers[k] = uint8_t(8 + std::min(std::max(whole, -8l), 7l));
     }
     return made;
-}
-
-// Pack a weight's rows [out, in] with `block_of(output, block)`.
-template <typename Of>
-static void pack_blocks(int64_t out, const Product& p, const Places& to, int64_t num_threads, Of block_of) {
-#pragma omp parallel for num_threads(num_threads)
-    for (int64_t o = 0; o < out; o++) {
-        int64_t at = place_of(o, to), panel = at / PANEL, kind = kind_of(p, panel);
-        char* packed = const_cast<char*>(p.packed) + panel_at(p, panel);
-        for (int64_t b = 0; b < blocks_of(p.in); b++) put_block(kind, block_of(kind, o, b), packed, b, at % PANEL);
-    }
 }
 
 // A checksum of `size` bytes that depends on the value and place of every word.
@@ -202,10 +230,20 @@ void selfspec_pack(const uint32_t* weight, int64_t out, const Product* p, int64_
                    int64_t num_threads) {
     Places places = {offset, lanes, stride};
     if (p->kind == INT4) {
-        return pack_blocks(out, *p, places, num_threads, [&](int64_t, int64_t o, int64_t b) {
+#pragma omp parallel for num_threads(num_threads)
+        for (int64_t o = 0; o < out; o++) {
+            int64_t at = place_of(o, places);
+            char* panel = const_cast<char*>(p->packed) + panel_at(*p, at / PANEL);
             const float* row = reinterpret_cast<const float*>(weight) + o * p->in;
-            return rounded_block(row + b * BLOCK, std::min(BLOCK, p->in - b * BLOCK));
-        });
+            for (int64_t b = 0; b < blocks_of(p->in); b++) {
+                OneBlock rounded = rounded_block(row + b * BLOCK, std::min(BLOCK, p->in - b * BLOCK));
+                Words words = {};
+                std::memcpy(words.four, rounded.numbers, sizeof rounded.numbers);
+                std::memcpy(words.scales, rounded.scales, sizeof rounded.scales);
+                put_words<Q4_0>(words, panel, b, at % PANEL);
+            }
+        }
+        return;
     }
     uint32_t* packed = reinterpret_cast<uint32_t*>(const_cast<char*>(p->packed));
     int64_t in = p->in;
@@ -232,8 +270,17 @@ void selfspec_pack(const uint32_t* weight, int64_t out, const Product* p, int64_
 // output; null: in the file's order.
 void selfspec_pack_blocks(const uint8_t* blocks, int64_t row_bytes, const int64_t* rows, int64_t out, const Product* p,
                           int64_t offset, int64_t lanes, int64_t stride, int64_t num_threads) {
-    pack_blocks(out, *p, {offset, lanes, stride}, num_threads, [&](int64_t kind, int64_t o, int64_t b) {
-        return file_block(kind, blocks + (rows ? rows[o] : o) * row_bytes, b);
-    });
+    int64_t first = offset / PANEL, last = (place_of(out - 1, {offset, lanes, stride}) + PANEL) / PANEL;
+#pragma omp parallel for num_threads(num_threads)
+    for (int64_t panel = first; panel < last; panel++) {
+        const uint8_t* sources[PANEL];
+        for (int64_t o = 0; o < PANEL; o++) {
+            int64_t place = panel * PANEL + o - offset, group = stride ? place / stride : 0;
+            int64_t within = stride ? place - group * stride : place, output = group * lanes + within;
+            bool is_own = place >= 0 && within < lanes && output < out;
+            sources[o] = is_own ? blocks + (rows ? rows[output] : output) * row_bytes : nullptr;
+        }
+        pack_panel(kind_of(*p, panel), sources, blocks_of(p->in), const_cast<char*>(p->packed) + panel_at(*p, panel));
+    }
 }
 }
