@@ -25,7 +25,7 @@ from selfspec.progress import report
 _log = logging.getLogger("selfspec")
 QUICK_SECONDS = 1.5  # time limit of a measurement at first use; slow models exceed it
 REPEATS = 7
-LEAST_READINGS = 3  # of every piece, however long that takes
+LEAST_READINGS = 3  # of every piece, however long that takes; a slow model with a time limit has one
 LOGGED = 2.0  # seconds: a measurement that will take longer writes a log line
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 18, 32, 64)  # tokens per row of a verification
 HEAD_TOKENS = (32, 128)  # numbers of tokens that rounds do not reach
@@ -66,7 +66,7 @@ def measure(
         batch_sizes: numbers of rows to measure; 1 is always added.
         widths: tokens of a single row's verifications. Several rows have `BATCH_WIDTHS` up to the largest of these.
         within: seconds after which no further repeat begins; None: no limit. Each point is timed three times at least,
-            or `repeats` times where that is less; slow models are measured at fewer points.
+            or `repeats` times where that is less; slow models are measured at fewer points, once at least.
         counts: see `Readings`.
 
     Raises:
@@ -136,7 +136,7 @@ class _Measurement:
         if self.thin and len(self.batch_sizes) > 3:
             self.batch_sizes = [*self.batch_sizes[:2], self.batch_sizes[-1]]
         probes, turn = list(self.probes()), (True,) if self.thin or self.has_calls else (False, True, True)
-        least = -(-LEAST_READINGS // sum(turn))
+        least = 1 if self.thin else -(-LEAST_READINGS // sum(turn))
         expected = min(least, repeats) * len(turn) * len(probes) * PER_PROBE * forward
         if expected > LOGGED and not is_logged:
             _log.warning("measuring what decoding costs on this machine, about %.0f s, once ...", expected)

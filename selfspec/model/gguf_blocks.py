@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -193,9 +194,13 @@ def _linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
     if weight.held is not None or count <= step or x.requires_grad:
         return F.linear(x, weight.dequantize(), bias)
     made = x.new_empty(*x.shape[:-1], count)
-    rows = torch.arange(count)
-    for at in range(0, count, step):
-        made[..., at : at + step] = F.linear(x, weight.select(rows[at : at + step]).dequantize())
+    threads = max(1, torch.get_num_threads())
+    parts = torch.arange(count).split(step)
+    with ThreadPoolExecutor(threads) as pool:
+        for first in range(0, len(parts), threads):
+            some = parts[first : first + threads]
+            for rows, numbers in zip(some, pool.map(lambda rows: weight.select(rows).dequantize(), some), strict=True):
+                made[..., rows[0] : rows[-1] + 1] = F.linear(x, numbers)
     return made if bias is None else made + bias
 
 

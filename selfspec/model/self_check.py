@@ -28,6 +28,8 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.1, torch
 ROUNDED_TOLERANCE = 3e-2  # of models whose activations have two bytes: float32's differences become steps of rounding
 # Of two rows: all tokens, and tokens of the prefill. The first is long enough for its own attention call.
 LENGTHS, PREFIX = (SHORT + 12, 8), (SHORT + 8, 3)
+# The same for compiled layers of models in blocks: they have one attention for all lengths, and large matrices.
+COMPILED_LENGTHS, COMPILED_PREFIX = (12, 8), (8, 3)
 MASK_DISTANCE = 1e3  # nats below the largest logit, from which on a logit counts as masked
 
 
@@ -43,13 +45,15 @@ def split_error(split: SplitModel) -> float:
     dequantised for one layer at a time.
     """
     rng = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, int(split.config.vocab_size), (len(LENGTHS), max(LENGTHS)), generator=rng)
+    few = split.compiled is not None and _has_blocks(split)
+    lengths, prefix = (COMPILED_LENGTHS, COMPILED_PREFIX) if few else (LENGTHS, PREFIX)
+    tokens = torch.randint(0, int(split.config.vocab_size), (len(lengths), max(lengths)), generator=rng)
     tokens = tokens.to(split.device)
     wanted = _whole_logits(split, tokens)
-    tail = torch.cat([wanted[row, at:end] for row, (at, end) in enumerate(zip(PREFIX, LENGTHS, strict=True))])
+    tail = torch.cat([wanted[row, at:end] for row, (at, end) in enumerate(zip(prefix, lengths, strict=True))])
     exits = sorted({max(1, split.num_layers // 4), split.num_layers // 2})
     errors = []
-    for hidden in [_split_states(split, tokens, e) for e in exits]:
+    for hidden in [_split_states(split, tokens, lengths, prefix, e) for e in exits]:
         errors.append(difference(split.logits(hidden), tail))
         # The head's result for a token must not depend on the number of tokens in the call.
         errors[-1][0] = torch.maximum(errors[-1][0], difference(split.logits(hidden[:1]), tail[:1])[0])
@@ -98,15 +102,23 @@ class _Call:
         self.rows, self.given = rows, given
 
 
-def _split_states(split: SplitModel, tokens: Tensor, exit_layer: int) -> Tensor:
+def _has_blocks(split: SplitModel) -> bool:
+    return any(isinstance(one, BlockWeight) for one in split.model.parameters())
+
+
+def _split_states(
+    split: SplitModel, tokens: Tensor, lengths: Sequence[int], prefix: Sequence[int], exit_layer: int
+) -> Tensor:
     """Last hidden states `[N, hidden_size]` of all tokens after the prefixes, by prefill, draft and verification.
 
     A range of layers runs for all calls before the next range does.
 
     Args:
         tokens: int64 `[rows, N]`.
+        lengths: of the rows.
+        prefix: tokens of each row's prefill.
     """
-    cache = split.new_cache(len(LENGTHS), max(LENGTHS))
+    cache = split.new_cache(len(lengths), max(lengths))
 
     def call(spans: list[tuple[int, int, int]]) -> _Call:
         rows = PackedRows(cache, [Span([row], at, n) for row, at, n in spans], split.device)
@@ -118,14 +130,14 @@ def _split_states(split: SplitModel, tokens: Tensor, exit_layer: int) -> Tensor:
             for one in calls:
                 one.given = split.run(one.rows, start, stop, one.given)
 
-    prefill = call([(row, 0, n) for row, n in enumerate(PREFIX)])
-    steps = range(max(n - at for n, at in zip(LENGTHS, PREFIX, strict=True)))
-    live = [[row for row, n in enumerate(LENGTHS) if PREFIX[row] + step < n] for step in steps]
-    drafts = [call([(row, PREFIX[row] + step, 1) for row in rows]) for step, rows in enumerate(live)]
+    prefill = call([(row, 0, n) for row, n in enumerate(prefix)])
+    steps = range(max(n - at for n, at in zip(lengths, prefix, strict=True)))
+    live = [[row for row, n in enumerate(lengths) if prefix[row] + step < n] for step in steps]
+    drafts = [call([(row, prefix[row] + step, 1) for row in rows]) for step, rows in enumerate(live)]
     for start, stop in _ranges(split, 0, exit_layer):
         run([prefill, *drafts], start, stop)
-    verify = call([(row, PREFIX[row], n - PREFIX[row]) for row, n in enumerate(LENGTHS)])
-    states: list[list[Tensor]] = [[] for _ in LENGTHS]
+    verify = call([(row, prefix[row], n - prefix[row]) for row, n in enumerate(lengths)])
+    states: list[list[Tensor]] = [[] for _ in lengths]
     for rows, one in zip(live, drafts, strict=True):
         for row, state in zip(rows, one.given, strict=True):
             states[row].append(state)
@@ -137,7 +149,7 @@ def _split_states(split: SplitModel, tokens: Tensor, exit_layer: int) -> Tensor:
 
 def _ranges(split: SplitModel, start: int, stop: int) -> list[tuple[int, int]]:
     """The layers [start, stop) in the ranges that run at once: single ones where weights are to be dequantised."""
-    if split.compiled is None and any(isinstance(one, BlockWeight) for one in split.model.parameters()):
+    if split.compiled is None and _has_blocks(split):
         return [(at, at + 1) for at in range(start, stop)]
     return [(start, stop)]
 
