@@ -244,7 +244,7 @@ def told(caplog):
     return call
 
 
-def test_repeats_end_with_the_time_given_but_there_are_three_readings(monkeypatch, told):
+def test_repeats_end_with_the_time_given_but_there_are_three_readings_or_one_of_a_slow_model(monkeypatch, told):
     monkeypatch.setattr(timed, "perf_counter", Clock(itertools.repeat(1e-3)))
     monkeypatch.setattr(module, "doubtful", lambda costs: False)
     split = tiny("llama").split
@@ -254,7 +254,7 @@ def test_repeats_end_with_the_time_given_but_there_are_three_readings(monkeypatc
         return max(int(text.split()[1]) for text in told() if text.startswith("repeat"))
 
     assert count(within=0.8) == 3, "three repeats of a quarter of a second"
-    assert count(within=0.01) == 3, "of a slow model, three repeats in any case"
+    assert count(within=0.01) == 1, "of a slow model, one repeat in any case"
     assert count(within=None) == 5
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from selfspec.kernels import compiled_call as c
 from selfspec.kernels.large_pages import LargePageAllocator
 from selfspec.model.exit_heads import EPS, ExitHead, ExitHeads
-from selfspec.model.llama_weights import Layer, Linear
+from selfspec.model.llama_weights import Layer, Linear, activation_bytes
 from selfspec.model.quantized import dense
 
 UNPAIRED = 1 << 40  # outputs before a gap; more than any weight has, so there is none
@@ -98,7 +98,8 @@ class Packed:
         panels = None if self._panels is None else ctypes.addressof(self._panels)
         bias = None if self.bias is None else self.bias.data_ptr()
         kind = c.MIXED if len(kinds) > 1 else kinds[0]
-        self.struct = c.Product(None, bias, inputs, self.num_outputs, kind, panels)
+        digits = 1 if kind == c.INT4 else min(activation_bytes(part.weight) for part in self._parts)
+        self.struct = c.Product(None, bias, inputs, self.num_outputs, kind, panels, digits)
         with torch.inference_mode(False):
             self.weight = self._memory.zeros(-(-ends[-1] // 4))
         self.struct.packed = self.weight.data_ptr()

@@ -3,8 +3,8 @@
 //
 // A weight is q d + m: an integer q of 4, 5, 6 or 8 bits, a scale d and a minimum m (or m = 0) per BLOCK of 32 inputs of
 // an output; Q6_K has a scale per half a block. An activation is rounded to DIGITS bytes under one power of two per
-// block: with three bytes, to a 2^23rd of the block's largest, as float32 would. So the sums within a block are sums of
-// integers, and exact. The blocks of an output are added in order in float32. An output's bits depend neither on other
+// block: with three bytes, to a 2^23rd of the block's largest, as float32 would; with two, to a 2^15th, as
+// `selfspec.kernels.rounding` says. So the sums within a block are sums of integers, and exact. The blocks of an output are added in order in float32. An output's bits depend neither on other
 // tokens nor on how many are multiplied at once.
 //
 // A packed panel is a sequence of blocks. A block is [4][PANEL][4] bytes with four bits of inputs 8 j to 8 j + 3 in
@@ -85,18 +85,23 @@ static inline Ints nearest(Vec v) {  // the nearest integers
 
 constexpr int64_t WORDS = BLOCK / 4;  // of four inputs
 
-// A block of a token. A number is an integer times `scale`. The integer is 65536 h + l: with bytes, `h` is the first of
-// three and `l` is 256 times the second plus the third; as 16-bit numbers, `h` and `l` are divided a little differently.
+constexpr int64_t MOST_DIGITS = 3;
+
+// A block of a token. A number is an integer times `scale`. Of three bytes, the integer is 65536 h + l: with bytes, `h`
+// is the first of three and `l` is 256 times the second plus the third; as 16-bit numbers, `h` and `l` are divided a
+// little differently. Of two bytes, the first is the upper one, and the integer is one 16-bit number.
 template <int DIGITS>
 struct TokenBlock {
+    static constexpr int SHORTS = DIGITS == 3 ? 2 : 1;
     float scale, sum, sums[2];  // sums of the numbers: of the block and of its halves
-    int8_t bytes[WORDS][DIGITS > 1 ? 4 : 1][4];      // of each word; a fourth byte is not used
-    int16_t shorts[DIGITS > 1 ? WORDS : 1][2][2][2]; // of each word: h, then l; of each: numbers 0 and 2, then 1 and 3
+    int8_t bytes[WORDS][DIGITS == 3 ? 4 : DIGITS][4];     // of each word; a fourth byte is not used
+    int16_t shorts[DIGITS > 1 ? WORDS : 1][SHORTS][2][2]; // of each word: h, then l; of each: numbers 0, 2, then 1, 3
 };
 
 // Floats of n tokens in the form that a product with blocks reads.
-static int64_t digit_floats(int64_t kind, int64_t n, int64_t in) {
-    return n * blocks_of(in) * int64_t((kind == INT4 ? sizeof(TokenBlock<1>) : sizeof(TokenBlock<3>)) / sizeof(float));
+static int64_t digit_floats(int64_t digits, int64_t n, int64_t in) {
+    auto size = digits == 1 ? sizeof(TokenBlock<1>) : digits == 2 ? sizeof(TokenBlock<2>) : sizeof(TokenBlock<3>);
+    return n * blocks_of(in) * int64_t(size / sizeof(float));
 }
 
 // `scale` of a block, and its inverse. Both are powers of two, so that multiplication is exact; a single byte would
@@ -119,7 +124,8 @@ static void set_scale(float largest, float& scale, float& inverse) {
         std::memcpy(&one, &(exponent <<= 23), sizeof one);
         return one;
     };
-    inverse = power(276 - (bits >> 23)), scale = power((bits >> 23) - 22);  // integers of 23 bits and a sign
+    constexpr uint32_t BITS = 8 * DIGITS - 1;  // and a sign
+    inverse = power(253 + BITS - (bits >> 23)), scale = power((bits >> 23) + 1 - BITS);
 }
 
 typedef int8_t Bytes __attribute__((vector_size(LANES * 4)));
@@ -127,6 +133,7 @@ struct Order {
     int8_t of[16];
 };
 constexpr Order BYTES = {{2, 6, 10, 14, 1, 5, 9, 13, 0, 4, 8, 12, 3, 7, 11, 15}};  // of four integers
+constexpr Order TWO_BYTES = {{1, 5, 9, 13, 0, 4, 8, 12, 2, 6, 10, 14, 3, 7, 11, 15}};
 constexpr Order UPPER_SHORTS = {{2, 3, 10, 11, 6, 7, 14, 15, 2, 3, 10, 11, 6, 7, 14, 15}};
 constexpr Order LOWER_SHORTS = {{0, 1, 8, 9, 4, 5, 12, 13, 0, 1, 8, 9, 4, 5, 12, 13}};
 
@@ -172,6 +179,15 @@ static void to_digits(const float* x, int64_t in, float* out, bool shorts) {
             int64_t word = i * LANES / 4;
             if constexpr (DIGITS == 1) {
                 for (int lane = 0; lane < LANES; lane++) block->bytes[word + lane / 4][0][lane % 4] = int8_t(n[lane]);
+            } else if constexpr (DIGITS == 2) {
+                Bytes bytes = permuted((n + 0x80) ^ 0x80, TWO_BYTES), both = permuted(n, LOWER_SHORTS);
+                for (int lane = 0; lane < LANES; lane += 4) {
+                    auto put = [lane](void* to, const Bytes& from) {
+                        std::memcpy(to, reinterpret_cast<const char*>(&from) + 4 * lane, 8);
+                    };
+                    put(block->bytes[word + lane / 4], bytes);
+                    if (shorts) put(block->shorts[word + lane / 4][0], both);
+                }
             } else {
                 Bytes bytes = permuted((n + 0x808080) ^ 0x808080, BYTES);  // adding 128 to a byte makes it signed
                 std::memcpy(block->bytes[word], &bytes, sizeof bytes);
@@ -257,10 +273,10 @@ static inline Ints splat_word(const void* at) {
 }
 
 constexpr int MOST_SUMS = LANES == 16 ? 24 : 12;  // of integers, that fit the registers
-constexpr int MOST_TOKENS = 4;                    // of a tile
+constexpr int MOST_TOKENS = 6;                    // of a tile
 
 // Tokens whose sums for a panel fit the registers.
-static constexpr int tokens_abreast(int digits) { return digits == 1 ? MOST_TOKENS : MOST_SUMS / 2 / digits; }
+static constexpr int tokens_abreast(int digits) { return digits == 1 ? 4 : MOST_SUMS / 2 / digits; }
 
 typedef Vec BlockSums[MOST_TOKENS][2];
 
@@ -270,7 +286,7 @@ static void tile_of_blocks(const char* tokens, int64_t stride, int64_t blocks, c
                            Prefetcher* prefetcher, BlockSums& total) {
     constexpr BlockShape S = shape_of(KIND);
     constexpr bool SHORTS = IN_PAIRS && S.bits == 8;
-    constexpr int PARTS = KIND == Q6_K ? 2 : 1, SUMS = SHORTS && DIGITS > 1 ? 2 : DIGITS, LENGTH = WORDS / PARTS;
+    constexpr int PARTS = KIND == Q6_K ? 2 : 1, SUMS = SHORTS ? TokenBlock<DIGITS>::SHORTS : DIGITS, LENGTH = WORDS / PARTS;
     // words until a sum of pairs may overflow
     constexpr int FIT = !IN_PAIRS || SHORTS || S.bits == 4 ? LENGTH : S.bits == 5 ? 4 : 2;
     int64_t advanced = 0, size = (S.bytes() * PER_SUPER + S.super) * PANEL / PER_SUPER;
@@ -314,7 +330,7 @@ static void tile_of_blocks(const char* tokens, int64_t stride, int64_t blocks, c
                     for (int v = 0; v < 2; v++)
 #pragma GCC unroll 3
                         for (int i = 0; i < SUMS; i++) {
-                            Ints one = SHORTS ? some[r][v][i] : widened(some[r][v][i], i == 1 ? 256 : 1);
+                            Ints one = SHORTS ? some[r][v][i] : widened(some[r][v][i], i == DIGITS - 2 ? 256 : 1);
                             whole[r][v][i] = start ? whole[r][v][i] + one : one;
                         }
             }
@@ -325,7 +341,9 @@ static void tile_of_blocks(const char* tokens, int64_t stride, int64_t blocks, c
                 for (int r = 0; r < R; r++) {
                     const TokenBlock<DIGITS>& t = *x[r];
                     Vec value = __builtin_convertvector(whole[r][v][0], Vec);
-                    if constexpr (DIGITS > 1) {
+                    if constexpr (DIGITS == 2 && !SHORTS) {
+                        value = __builtin_convertvector(whole[r][v][0] + whole[r][v][1], Vec);
+                    } else if constexpr (DIGITS == 3) {
                         Ints low = SHORTS ? whole[r][v][1] : whole[r][v][1] + whole[r][v][2];
                         value = fma(value, splat(65536.f), __builtin_convertvector(low, Vec));
                     }
@@ -351,30 +369,35 @@ static BlocksTile blocks_tile(int64_t tokens) {
     return blocks_tile<KIND, DIGITS>(tokens, std::make_integer_sequence<int, tokens_abreast(DIGITS)>());
 }
 
-static BlocksTile blocks_tile(int64_t kind, int64_t tokens) {
+template <int DIGITS>
+static BlocksTile tile_of_kind(int64_t kind, int64_t tokens) {
     switch (kind) {
-        case INT4: return blocks_tile<Q4_0, 1>(tokens);
-        case Q4_0: return blocks_tile<Q4_0, 3>(tokens);
-        case Q4_1: return blocks_tile<Q4_1, 3>(tokens);
-        case Q5_0: return blocks_tile<Q5_0, 3>(tokens);
-        case Q4_K: return blocks_tile<Q4_K, 3>(tokens);
-        case Q6_K: return blocks_tile<Q6_K, 3>(tokens);
-        default: return blocks_tile<Q8_0, 3>(tokens);
+        case Q4_0: return blocks_tile<Q4_0, DIGITS>(tokens);
+        case Q4_1: return blocks_tile<Q4_1, DIGITS>(tokens);
+        case Q5_0: return blocks_tile<Q5_0, DIGITS>(tokens);
+        case Q4_K: return blocks_tile<Q4_K, DIGITS>(tokens);
+        case Q6_K: return blocks_tile<Q6_K, DIGITS>(tokens);
+        default: return blocks_tile<Q8_0, DIGITS>(tokens);
     }
+}
+
+static BlocksTile tile_of_kind(int64_t kind, int64_t digits, int64_t tokens) {
+    if (digits == 1) return blocks_tile<Q4_0, 1>(tokens);
+    return (digits == 2 ? tile_of_kind<2> : tile_of_kind<3>)(kind, tokens);
 }
 
 // Panels [first, last) of y[n, out] from tokens in digits. `prefetcher`, if given, is advanced by the bytes read.
 static void product_of_blocks(const Product& p, After after, const float* x, int64_t n, float* y, int64_t first,
                               int64_t last, Prefetcher* prefetcher) {
     const char* tokens = reinterpret_cast<const char*>(x);
-    int64_t blocks = blocks_of(p.in), stride = digit_floats(p.kind, 1, p.in) * int64_t(sizeof(float));
-    int64_t most = tokens_abreast(p.kind == INT4 ? 1 : 3), parts = (n + most - 1) / most, abreast = (n + parts - 1) / parts;
+    int64_t blocks = blocks_of(p.in), stride = digit_floats(p.digits, 1, p.in) * int64_t(sizeof(float));
+    int64_t most = tokens_abreast(int(p.digits)), parts = (n + most - 1) / most, abreast = (n + parts - 1) / parts;
     for (int64_t panel = first; panel < last; panel++) {
         const float* bias = p.bias ? p.bias + panel * PANEL : nullptr;
         for (int64_t t = 0; t < n; t += abreast) {
             int64_t count = n - t < abreast ? n - t : abreast;
             BlockSums total;
-            blocks_tile(kind_of(p, panel), count)(tokens + t * stride, stride, blocks, p.packed + panel_at(p, panel),
+            tile_of_kind(kind_of(p, panel), p.digits, count)(tokens + t * stride, stride, blocks, p.packed + panel_at(p, panel),
                                                   t ? nullptr : prefetcher, total);
             for (int64_t r = 0; r < count; r++) {
                 Vec low = total[r][0], high = total[r][1];

@@ -51,7 +51,7 @@ static float* aligned(float* at) { return at + (-(reinterpret_cast<uintptr_t>(at
 
 // Size of the buffer for n rows in the form that any product reads, with alignment, in floats.
 static int64_t prepared_floats(int64_t n, int64_t in) {
-    return std::max(parts_floats(n, in), digit_floats(Q8_0, n, in)) + LINE;
+    return std::max(parts_floats(n, in), digit_floats(MOST_DIGITS, n, in)) + LINE;
 }
 
 // Up to this size, every thread prepares all rows for itself, which is faster than sharing the work and waiting.
@@ -88,9 +88,10 @@ struct Memory {
 // Write token number t in the form that a product reads.
 static void prepare(const Product& p, const float* x, int64_t t, float* prepared) {
     if (p.kind == PAIRS) return round_pairs(x, p.in, prepared + t * token_floats(p));
-    float* own = prepared + t * digit_floats(p.kind, 1, p.in);
-    if (p.kind == INT4) return to_digits<1>(x, p.in, own, false);
-    to_digits<3>(x, p.in, own, IN_PAIRS && (p.kind == MIXED || shape_of(p.kind).bits > 4));
+    float* own = prepared + t * digit_floats(p.digits, 1, p.in);
+    if (p.digits == 1) return to_digits<1>(x, p.in, own, false);
+    bool shorts = IN_PAIRS && (p.kind == MIXED || shape_of(p.kind).bits > 4);
+    (p.digits == 2 ? to_digits<2> : to_digits<3>)(x, p.in, own, shorts);
 }
 
 // Compute y from x by all threads. `next`: the product after it, or null; `after_next`: its operation.

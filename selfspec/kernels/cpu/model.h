@@ -8,6 +8,7 @@ struct Product {
     const float* bias;  // [panels * PANEL], in the packed order; or null
     int64_t in, out, kind;  // out: size of y; for a gated product, half the number of packed outputs
     const int64_t* panels;  // [panels + 1][2], if MIXED: the offset of each panel, and its kind
+    int64_t digits;         // bytes of an activation in a product with blocks
 };
 
 struct RowTable {  // a matrix of which single rows are read
