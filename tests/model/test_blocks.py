@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from selfspec.executors.cpu.packed import Packed
 from selfspec.kernels import compiled_call as c
 from selfspec.kernels.large_pages import LargePageAllocator
+from selfspec.kernels.rounding import rounded
 from selfspec.model.gguf_blocks import BLOCK_SIZES, Blocks, BlockWeight
 from selfspec.model.llama_weights import Linear
 from tests.model.test_packed import multiply
@@ -35,11 +36,11 @@ def random_blocks(kind, outputs, inputs, seed=0):
     return torch.from_numpy(data), torch.from_numpy(weight)
 
 
-def linear(kind, outputs, inputs, seed=0, biased=False):
+def linear(kind, outputs, inputs, seed=0, biased=False, digits=3):
     """The same outputs with a float weight, and with blocks."""
     data, weight = random_blocks(kind, outputs, inputs, seed)
     bias = torch.randn(outputs, generator=torch.Generator().manual_seed(seed)) if biased else None
-    return Linear(weight, bias), Linear(BlockWeight(Blocks(kind, data), 3), bias)
+    return Linear(weight, bias), Linear(BlockWeight(Blocks(kind, data), digits), bias)
 
 
 def tokens(rows, inputs, seed=1):
@@ -52,8 +53,8 @@ def check(packed, x, parts, threads=1):
     """Check precision and bits of a product, and return it."""
     got = multiply(packed, x, threads)
     weight = torch.cat([part.weight for part in parts]).double()
-    wanted = x.double() @ weight.T
-    # an activation is rounded to a 2^23rd of the largest of its 32, and sums are float32
+    wanted = (rounded(x) if packed.struct.digits == 2 else x).double() @ weight.T
+    # an activation of three bytes is rounded to a 2^23rd of the largest of its 32, and sums are float32
     largest = x.view(len(x), -1, 32).abs().amax(2).repeat_interleave(32, 1).double()
     sizes = largest @ weight.abs().T
     if parts[0].bias is not None:
@@ -64,6 +65,7 @@ def check(packed, x, parts, threads=1):
     return got
 
 
+@pytest.mark.parametrize("digits", [2, 3])
 @pytest.mark.parametrize("kind", TYPES)
 @given(
     outputs=st.lists(st.integers(1, 70), min_size=1, max_size=3),
@@ -72,10 +74,12 @@ def check(packed, x, parts, threads=1):
     threads=st.integers(1, 3),
     biased=st.booleans(),
 )
-def test_products_are_those_of_the_files_weights_and_a_rows_bits_its_own(kind, outputs, blocks, rows, threads, biased):
+def test_products_are_those_of_the_files_weights_and_a_rows_bits_its_own(
+    kind, digits, outputs, blocks, rows, threads, biased
+):
     inputs = blocks * BLOCK_SIZES[kind][0]
     parts, in_blocks = zip(
-        *[linear(kind, size, inputs, seed, biased) for seed, size in enumerate(outputs)], strict=True
+        *[linear(kind, size, inputs, seed, biased, digits) for seed, size in enumerate(outputs)], strict=True
     )
     packed = Packed(in_blocks, LargePageAllocator())
     assert packed.struct.kind == c.BLOCKS[kind]
@@ -106,14 +110,16 @@ def test_gate_and_up_are_multiplied(rows):
     assert torch.allclose(*layout, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("digits", [2, 3])
 @pytest.mark.parametrize("kind", TYPES)
-def test_zeros_tiny_and_huge_numbers_and_what_is_no_number(kind):
-    part, blocks = linear(kind, 32, 256)
+def test_zeros_tiny_and_huge_numbers_and_what_is_no_number(kind, digits):
+    part, blocks = linear(kind, 32, 256, digits=digits)
     packed = Packed([blocks], LargePageAllocator())
     ordinary = tokens(1, 256)[0]
     x = torch.stack([torch.zeros(256), ordinary * 1e-37, ordinary * 1e-20, ordinary * 1e30, ordinary, ordinary])
     x[4, 70], x[5, 9] = torch.nan, torch.inf
-    got, wanted = multiply(packed, x), x.double() @ part.weight.double().T
+    got, read = multiply(packed, x), rounded(x) if digits == 2 else x
+    wanted = read.double() @ part.weight.double().T
     assert (got[0] == 0).all() and (got[1].abs() < 1e-30).all()
     largest = x[2:4].abs().amax(1, keepdim=True).double() * part.weight.double().abs().sum(1)
     assert ((got[2:4] - wanted[2:4]).abs() <= 1e-6 * largest).all()
