@@ -27,7 +27,12 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}  # of the MLP: `Activation` in `cpu/mo
 class Product(Structure):
     """A matrix product with packed weights: `cpu/model.h`."""
 
-    _fields_ = (*_all("packed bias", c_void_p), *_all("inputs outputs kind", c_int64), ("panels", c_void_p), ("digits", c_int64))
+    _fields_ = (
+        *_all("packed bias", c_void_p),
+        *_all("inputs outputs kind", c_int64),
+        ("panels", c_void_p),
+        ("digits", c_int64),
+    )
 
 
 class RowTable(Structure):
