@@ -46,7 +46,8 @@ class Layer(Structure):
 
     _fields_ = (
         *_all("qkv o gate_up down", Product),
-        *_all("norm mlp_norm q_norm k_norm post_norm post_mlp_norm keys values", c_void_p),
+        *_all("norm mlp_norm q_norm k_norm post_norm post_mlp_norm", c_void_p),
+        *_all("keys values key_scales value_scales", c_void_p),
         *_all("window table", c_int64),
     )
 

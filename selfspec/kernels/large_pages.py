@@ -16,7 +16,7 @@ CHUNK = 32 << 20  # minimum bytes per allocation from the system
 
 
 class LargePageAllocator:
-    """Allocates float32 tensors of zeros, contiguously, in memory for which it requests large pages.
+    """Allocates tensors of zeros, contiguously, in memory for which it requests large pages.
 
     If the system has no large pages, the pages are small. A chunk of memory is freed with the last of its tensors.
     """
@@ -24,14 +24,14 @@ class LargePageAllocator:
     def __init__(self) -> None:
         self._chunk = torch.empty(0)
 
-    def zeros(self, *shape: int) -> Tensor:
-        """A float32 tensor of zeros. It shares no cache line with another tensor."""
-        count = torch.Size(shape).numel()
+    def zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A tensor of zeros. It shares no cache line with another tensor."""
+        count = -(-torch.Size(shape).numel() * dtype.itemsize // 4)  # as float32
         padded = -(-count * 4 // LINE) * LINE // 4
         if padded > len(self._chunk):
             self._chunk = _chunk(max(CHUNK, 4 * padded))
         made, self._chunk = self._chunk[:count], self._chunk[padded:]
-        return made.view(shape)
+        return made.view(dtype)[: torch.Size(shape).numel()].view(shape)
 
 
 def trim_memory() -> None:

@@ -16,6 +16,12 @@ EXPONENT = 0x7F800000  # the bits of a float32 number's exponent
 LEAST = 1e-30  # blocks of smaller numbers count as zero
 
 
+def whole(numbers: Tensor, scales: Tensor) -> Tensor:
+    """Numbers that are kept in two bytes, in float32: integers `[..., n]` times their scales `[..., blocks]`."""
+    size = numbers.shape[-1]
+    return numbers.float() * scales.float().repeat_interleave(BLOCK, -1)[..., :size]
+
+
 def rounded(x: Tensor) -> Tensor:
     """`x` with the last dimension rounded in blocks of `BLOCK` numbers; the last block may be shorter.
 

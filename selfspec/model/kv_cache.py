@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from selfspec.kernels.large_pages import LargePageAllocator
-from selfspec.kernels.rounding import rounded
+from selfspec.kernels.rounding import BLOCK, rounded, whole
 
 
 def tensor_of(numbers: Sequence[int], device: torch.device) -> Tensor:
@@ -89,7 +89,8 @@ class Span(NamedTuple):
 class PagedCache:
     """Storage per layer, `[num_pages, page_size, kv_heads, head_dim]`, allocated when a layer first writes.
 
-    It is filled with zeros, since masked slots must be finite.
+    It is filled with zeros, since masked slots must be finite. Layers that keep two bytes per number have scales, too,
+    `[num_pages, page_size, kv_heads, blocks of a head]`.
 
     Args:
         num_layers: on CPU, the first `num_layers` layers share one tensor if their shapes are equal, so that one
@@ -112,8 +113,8 @@ class PagedCache:
         self._free = list(range(num_pages))
         self.num_layers, self.rounds = num_layers, rounds
         self._shares = shares
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {} if shares is None else shares._layers
-        self._pool: Tensor | None = None  # [layers, 2, num_pages, page_size, kv_heads, head_dim]
+        self._layers: dict[int, tuple[Tensor, ...]] = {} if shares is None else shares._layers
+        self._pools: list[Tensor] = []  # [layers, 2, num_pages, page_size, kv_heads, head_dim or blocks]
         self._others: list[Tensor] = []  # storage that is not in it
 
     @property
@@ -149,9 +150,9 @@ class PagedCache:
         index, end = list(pages), self.page_size
         if written is not None:
             index, end = index[: self.pages_for(written)], min(end, written)
-        if self._store._pool is not None:
-            for run in _runs(index):  # slices take half as long as a list
-                self._store._pool[:, :, run, :end] = 0
+        for run in _runs(index) if self._store._pools else []:  # slices take half as long as a list
+            for pool in self._store._pools:
+                pool[:, :, run, :end] = 0
         on_device: Tensor | None = None
         if index:
             for storage in self._store._others:
@@ -166,34 +167,58 @@ class PagedCache:
         """The storage of one layer; allocated at the first use, like `key` and `value` (`[N, kv_heads, head_dim]`)."""
         known = self._layers.get(layer_idx)
         if known is None:
-            known = self._layers[layer_idx] = self._store._place(layer_idx, key, value)
+            known = self._layers[layer_idx] = self._store._place(layer_idx, [key, value])
+        keys, values = known  # without scales
+        return keys, values
+
+    def two_byte_layer(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """The storage of a layer that keeps two bytes per number, see `selfspec.kernels.rounding`.
+
+        Args:
+            key: as in `layer`, as is `value`; of any dtype.
+
+        Returns:
+            int16 keys and values, and the bfloat16 scales of both, `[num_pages, page_size, kv_heads, blocks]`.
+        """
+        known = self._layers.get(layer_idx)
+        if known is None:
+            known = self._layers[layer_idx] = self._store._place(layer_idx, _in_two_bytes(key, value))
         return known
 
     @property
-    def storages(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of every layer that has written, `[num_pages, page_size, kv_heads, head_dim]` each."""
+    def storages(self) -> list[tuple[Tensor, ...]]:
+        """Keys and values of every layer that has written, `[num_pages, page_size, kv_heads, head_dim]` each; and the
+        scales of both, where it keeps two bytes per number."""
         return list(self._layers.values())
 
-    def _place(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        size = (self.num_pages, self.page_size)
-        alike = key.shape[1:] == value.shape[1:] and key.dtype == value.dtype
-        if self._pool is None and alike and self.num_layers and key.device.type == "cpu":
-            shape = (self.num_layers, 2, *size, *key.shape[1:])
-            # Zero pages of the operating system; writing zeros would take as long as the prefill of a prompt.
-            self._pool = LargePageAllocator().zeros(*shape) if key.dtype == torch.float32 else key.new_zeros(shape)
-        pool = self._pool
-        fits = pool is not None and key.shape[1:] == pool.shape[4:] and key.dtype == pool.dtype
-        if fits and alike and pool is not None and layer_idx < len(pool):
-            return pool[layer_idx, 0], pool[layer_idx, 1]
-        made = key.new_zeros(*size, *key.shape[1:]), value.new_zeros(*size, *value.shape[1:])
-        self._others += made
-        return made
+    def _place(self, layer_idx: int, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Storage for tensors like these: keys, values, and possibly the scales of both."""
+        made, size, pairs = (
+            list[Tensor](),
+            (self.num_pages, self.page_size),
+            [like[at : at + 2] for at in range(0, len(like), 2)],
+        )
+        for at, (key, value) in enumerate(pairs):
+            alike = key.shape[1:] == value.shape[1:] and key.dtype == value.dtype
+            if at == len(self._pools) and alike and self.num_layers and key.device.type == "cpu":
+                # Zero pages of the operating system; writing zeros would take as long as the prefill of a prompt.
+                self._pools.append(
+                    LargePageAllocator().zeros(self.num_layers, 2, *size, *key.shape[1:], dtype=key.dtype)
+                )
+            pool = self._pools[at] if at < len(self._pools) else None
+            fits = pool is not None and key.shape[1:] == pool.shape[4:] and key.dtype == pool.dtype
+            if fits and alike and pool is not None and layer_idx < len(pool):
+                made += [pool[layer_idx, 0], pool[layer_idx, 1]]
+            else:
+                others = [one.new_zeros(*size, *one.shape[1:]) for one in (key, value)]
+                self._others += others
+                made += others
+        return tuple(made)
 
     def clear(self) -> None:
         """Zero all storage."""
-        for storage in (self._store._pool, *self._store._others):
-            if storage is not None:
-                storage.zero_()
+        for storage in (*self._store._pools, *self._store._others):
+            storage.zero_()
 
     def copy(self, page: int, to: int, count: int | None = None) -> None:
         """Copy the keys and values of a page, or of its first `count` slots, to another page, in every layer."""
@@ -204,9 +229,10 @@ class PagedCache:
         """Copy pages of another cache with the same page size to free pages of this one, which are returned."""
         to = self.reserve(len(pages) * self.page_size)
         assert to is not None, f"{len(pages)} pages do not fit into {self.num_free_pages} free ones"
-        for layer_idx, (keys, values) in other._layers.items():
-            own = self.layer(layer_idx, keys[0], values[0])
-            for mine, theirs in zip(own, (keys, values), strict=True):
+        for layer_idx, storages in other._layers.items():
+            if layer_idx not in self._layers:
+                self._layers[layer_idx] = self._store._place(layer_idx, [one[0] for one in storages])
+            for mine, theirs in zip(self._layers[layer_idx], storages, strict=True):
                 mine[to] = theirs[list(pages)]
         return to
 
@@ -214,8 +240,8 @@ class PagedCache:
         """Copy a row's keys and values from `slots` to the slots `to`, in every layer; the two may overlap."""
         size = self.page_size
         source, target = ([pages[p // size] * size + p % size for p in places] for places in (slots, to))
-        if self._store._pool is not None:
-            pool = self._store._pool.flatten(2, 3)
+        for whole_pool in self._store._pools:
+            pool = whole_pool.flatten(2, 3)
             pool[:, :, target] = pool[:, :, source]
         for other in self._store._others:
             storage = other.flatten(0, 1)
@@ -223,8 +249,15 @@ class PagedCache:
 
     def read(self, layer_idx: int, pages: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
         """Keys and values `[length, kv_heads, head_dim]` of one row, for audits and tests."""
-        keys, values = self._layers[layer_idx]
-        return keys[list(pages)].flatten(0, 1)[:length], values[list(pages)].flatten(0, 1)[:length]
+        keys, values, *scales = (each[list(pages)].flatten(0, 1)[:length] for each in self._layers[layer_idx])
+        return (whole(keys, scales[0]), whole(values, scales[1])) if scales else (keys, values)
+
+
+def _in_two_bytes(key: Tensor, value: Tensor) -> list[Tensor]:
+    """Empty tensors like those that keep keys and values in two bytes per number."""
+    numbers = [one.new_empty(one.shape, dtype=torch.int16) for one in (key, value)]
+    blocks = [(*one.shape[:-1], -(-one.shape[-1] // BLOCK)) for one in (key, value)]
+    return numbers + [key.new_empty(shape, dtype=torch.bfloat16) for shape in blocks]
 
 
 def _runs(pages: Sequence[int]) -> list[slice]:

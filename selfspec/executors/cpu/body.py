@@ -41,8 +41,9 @@ class CompiledBody:
 
     It holds packed copies of the weights: the blocks of a GGUF file as they are, else 2 bytes per weight where all of
     them are bfloat16 numbers, else 4. `refresh` updates the copies after the model's weights were edited in place.
-    Activations, keys and values are float32, for models in bfloat16, too. Only the inputs of products may be rounded:
-    to bfloat16 for weights of that dtype, to 23 bits for blocks.
+    Activations are float32, for models in bfloat16, too. Only the inputs of products may be rounded: to bfloat16 for
+    weights of that dtype, to 23 bits for blocks. Keys and values are float32, too, or rounded to two bytes where the
+    model's definition says so, see `selfspec.kernels.rounding`.
 
     Raises:
         NoCompilerError: see `selfspec.kernels.compiler.library`.
@@ -59,6 +60,8 @@ class CompiledBody:
             weight = self.embedding if head.weight is embedding else self._copied(head.weight)
             self.head = Linear(weight, None if head.bias is None else self._copied(head.bias))
         self._rotary = RotaryTables(weights.rotary, [layer.layer_type for layer in self.layers])
+        self.has_two_byte_cache = weights.activation_bytes == 2
+        """Whether keys and values are kept in two bytes, see `PagedCache.two_byte_layer`; else in float32."""
         self._sizes = {
             "heads": len(one.q.weight) // self.head_dim,
             "kv_heads": len(one.k.weight) // self.head_dim,
@@ -336,9 +339,11 @@ class CompiledBody:
         known = self._structs.get(cache)
         if known is None:
             shape, made = self.last_norm.new_empty(0, self._sizes["kv_heads"], self.head_dim), []
+            keep = cache.two_byte_layer if self.has_two_byte_cache else cache.layer
             for one, products, norms in zip(self.layers, self._products, self._norms, strict=True):
                 places = [None if n is None else n.data_ptr() for n in norms]
-                places += [pages.data_ptr() for pages in cache.layer(one.layer_idx, shape, shape)]
+                places += [each.data_ptr() for each in keep(one.layer_idx, shape, shape)]
+                places += [None] * (len(norms) + 4 - len(places))  # without scales
                 table = self._rotary.index(one.layer_type)
                 made.append(c.Layer(*(p.struct for p in products), *places, one.window or 0, table))
             model = c.Model(page_size=cache.page_size, **self._sizes, **self._numbers)

@@ -8,12 +8,13 @@
 #include "scores.h"
 
 // The first keys of the next task, which are contiguous. They are prefetched while the current task mixes values.
+template <typename Number>
 struct Next {
-    const float* keys;  // null: no next task
+    const Number* keys;  // null: no next task
     int64_t count;
 };
 
-constexpr int64_t ASKED = 4096;  // maximum floats of prefetched keys: the first-level cache also holds values
+constexpr int64_t ASKED = 16384;  // maximum bytes of prefetched keys: the first-level cache also holds values
 
 // The keys [low, limit) whose values are mixed.
 struct KeyRange {
@@ -21,33 +22,33 @@ struct KeyRange {
 };
 
 // Weights times values, for Q queries from `lane` on and D vectors of the head from `from` on.
-template <int Q, int D>
-static void mix(const Weights& weights, const float* storage, const Shape& s, const Span& row, int64_t kv_head,
-                const KeyRange& keys, int lane, int64_t from, const Next& next, float* out) {
+template <typename Number, int Q, int D>
+static void mix(const Weights& weights, const Kept<Number>& values, const Shape& s, const Span& row, int64_t kv_head,
+                const KeyRange& keys, int lane, int64_t from, const Next<Number>& next, float* out) {
     Vec acc[Q][D] = {};
     int64_t stride = s.kv_heads * s.head_dim, low = keys.low, limit = keys.limit;
     int64_t known = low + (next.keys ? next.count : 0);
     for (int64_t at = low; at < limit;) {
         int64_t stop = together_until(s, at, limit), away = 0;
-        const float* value = slot(storage, s, row, at, kv_head) + from;
+        Kept<Number> value = slot(values, s, row, at, kv_head);
         if (at < known) {
             stop = stop < known ? stop : known;
-            away = next.keys + (at - low) * stride + from - value;
+            away = next.keys + (at - low) * stride - value.numbers;
         }
-        for (; at < stop; at++, value += stride) {
+        for (; at < stop; at++, value = after(value, s, 1)) {
             const float* weight = weights.at + (at - low) * weights.per_key + lane * weights.per_query;
             for (int d = 0; d < D; d++)
-                if (begins_line(from + d * LANES)) ask(value + d * LANES, away);
+                if (begins_line<Number>(from + d * LANES)) ask(value.numbers + from + d * LANES, away);
             if constexpr (Q < D) {  // the smaller number of operands is kept in registers
                 Vec w[Q];
                 for (int q = 0; q < Q; q++) w[q] = splat(weight[q * weights.per_query]);
                 for (int d = 0; d < D; d++) {
-                    Vec v = held(load(value + d * LANES));
+                    Vec v = held(read(value, from, d * LANES));
                     for (int q = 0; q < Q; q++) acc[q][d] = fma(w[q], v, acc[q][d]);
                 }
             } else {
                 Vec v[D];
-                for (int d = 0; d < D; d++) v[d] = load(value + d * LANES);
+                for (int d = 0; d < D; d++) v[d] = read(value, from, d * LANES);
                 for (int q = 0; q < Q; q++) {
                     Vec w = splat(weight[q * weights.per_query]);
                     for (int d = 0; d < D; d++) acc[q][d] = fma(w, v[d], acc[q][d]);
@@ -60,48 +61,52 @@ static void mix(const Weights& weights, const float* storage, const Shape& s, co
             store(out + q * s.head_dim + from + d * LANES, acc[q][d] / weights.total[lane + q]);
 }
 
-typedef void (*Mix)(const Weights&, const float*, const Shape&, const Span&, int64_t, const KeyRange&, int, int64_t,
-                    const Next&, float*);
+template <typename Number>
+using Mix = void (*)(const Weights&, const Kept<Number>&, const Shape&, const Span&, int64_t, const KeyRange&, int,
+                     int64_t, const Next<Number>&, float*);
 // Queries mixed at once for one, two and four vectors of the head: as many sums as fit the registers.
 constexpr int OF_ONE = 8, OF_TWO = LANES == 16 ? 8 : 6, OF_FOUR = LANES == 16 ? 4 : 3;
 
-template <int... Q>
-static Mix mix_of(int queries, int vectors, std::integer_sequence<int, Q...>) {
-    static const Mix one[] = {mix<Q + 1, 1>...}, two[] = {mix<Q % OF_TWO + 1, 2>...};
-    static const Mix four[] = {mix<Q % OF_FOUR + 1, 4>...};
+template <typename Number, int... Q>
+static Mix<Number> mix_of(int queries, int vectors, std::integer_sequence<int, Q...>) {
+    static const Mix<Number> one[] = {mix<Number, Q + 1, 1>...}, two[] = {mix<Number, Q % OF_TWO + 1, 2>...};
+    static const Mix<Number> four[] = {mix<Number, Q % OF_FOUR + 1, 4>...};
     return (vectors == 1 ? one : vectors == 2 ? two : four)[queries - 1];
 }
 
 // The same for one query and fewer numbers of the head than a vector holds.
-template <int N>
-static void mix_part(const Weights& weights, const float* storage, const Shape& s, const Span& row, int64_t kv_head,
-                     const KeyRange& keys, int lane, int64_t from, float* out) {
+template <int N, typename Number>
+static void mix_part(const Weights& weights, const Kept<Number>& values, const Shape& s, const Span& row,
+                     int64_t kv_head, const KeyRange& keys, int lane, int64_t from, float* out) {
     Vec acc = {};
-    int64_t stride = s.kv_heads * s.head_dim, low = keys.low;
+    int64_t low = keys.low;
     for (int64_t at = low; at < keys.limit;) {
         int64_t stop = together_until(s, at, keys.limit);
-        const float* value = slot(storage, s, row, at, kv_head) + from;
-        for (; at < stop; at++, value += stride) {
+        Kept<Number> value = slot(values, s, row, at, kv_head);
+        for (; at < stop; at++, value = after(value, s, 1)) {
             const float* weight = weights.at + (at - low) * weights.per_key + lane * weights.per_query;
-            acc = fma(splat(*weight), load_some(value, N), acc);
+            acc = fma(splat(*weight), read_some(value, from, N), acc);
         }
     }
     store_some(out + from, acc / weights.total[lane], N);
 }
 
 // The last numbers of a head whose size is no multiple of a vector.
-template <int N = LANES / 2>
-static void mix_rest(const Weights& weights, const float* storage, const Shape& s, const Span& row, int64_t kv_head,
-                     const KeyRange& keys, int lane, int64_t from, float* out) {
-    for (; s.head_dim - from >= N; from += N) mix_part<N>(weights, storage, s, row, kv_head, keys, lane, from, out);
-    if constexpr (N > 1) mix_rest<N / 2>(weights, storage, s, row, kv_head, keys, lane, from, out);
+template <int N = LANES / 2, typename Number>
+static void mix_rest(const Weights& weights, const Kept<Number>& values, const Shape& s, const Span& row,
+                     int64_t kv_head, const KeyRange& keys, int lane, int64_t from, float* out) {
+    for (; s.head_dim - from >= N; from += N) mix_part<N>(weights, values, s, row, kv_head, keys, lane, from, out);
+    if constexpr (N > 1) mix_rest<N / 2>(weights, values, s, row, kv_head, keys, lane, from, out);
 }
 
 // The same for `count` queries from `lane` on and the whole head. mixed: [LANES][head_dim].
-static void mix_all(const Weights& weights, const float* storage, const Shape& s, const Span& row, int64_t kv_head,
-                    const KeyRange& keys, int lane, int count, const Next& next, float* mixed) {
+template <typename Number>
+static void mix_all(const Weights& weights, const Kept<Number>& values, const Shape& s, const Span& row,
+                    int64_t kv_head, const KeyRange& keys, int lane, int count, const Next<Number>& next,
+                    float* mixed) {
     int64_t d = s.head_dim;
-    int widest = LANES == 16 || count <= OF_FOUR ? 4 : 2, first = lane, end = lane + count;
+    bool is_cheap = LANES == 16 && std::is_same_v<Number, float>;  // to read values again for other queries
+    int widest = is_cheap || count <= OF_FOUR ? 4 : 2, first = lane, end = lane + count;
     int most = widest == 4 && d >= 4 * LANES ? OF_FOUR : d >= 2 * LANES ? OF_TWO : OF_ONE;
     for (; lane < end; lane += most) {
         int together = end - lane < most ? end - lane : most;
@@ -109,10 +114,10 @@ static void mix_all(const Weights& weights, const float* storage, const Shape& s
         float* to = mixed + lane * d;
         for (int vectors = widest; vectors; vectors /= 2)
             for (; d - from >= vectors * LANES; from += vectors * LANES)
-                mix_of(together, vectors, std::make_integer_sequence<int, OF_ONE>())(
-                    weights, storage, s, row, kv_head, keys, lane, from, lane > first ? Next{} : next, to);
+                mix_of<Number>(together, vectors, std::make_integer_sequence<int, OF_ONE>())(
+                    weights, values, s, row, kv_head, keys, lane, from, lane > first ? Next<Number>{} : next, to);
         for (int i = 0; i < together && from < d; i++)
-            mix_rest(weights, storage, s, row, kv_head, keys, lane + i, from, to + i * d);
+            mix_rest(weights, values, s, row, kv_head, keys, lane + i, from, to + i * d);
     }
 }
 
@@ -124,9 +129,10 @@ static inline int64_t lowest(int64_t position, int64_t window) {
 
 // Queries [block * LANES, ...) of a row that share a key head. Query m is token m / share, head m % share. The first
 // `asked` of their keys are prefetched already.
+template <typename Number>
 static void attend(const Shape& s, const Span& row, int64_t kv_head, int64_t block, const float* q, int64_t q_stride,
-                   const float* keys, const float* values, int64_t asked, int window, float scale, const Next& next,
-                   float* out, float* scratch) {
+                   const Kept<Number>& keys, const Kept<Number>& values, int64_t asked, int window, float scale,
+                   const Next<Number>& next, float* out, float* scratch) {
     int64_t share = s.heads / s.kv_heads, d = s.head_dim, begin = block * LANES;
     int64_t left = row.count * share - begin;
     int count = left < LANES ? int(left) : LANES;
@@ -141,7 +147,7 @@ static void attend(const Shape& s, const Span& row, int64_t kv_head, int64_t blo
     bool few = count <= FEW;
     int64_t per_query = few ? (limit - low + LANES - 1) / LANES * LANES : 1;
     Weights weights{memory + weigh_floats(d), few ? 1 : LANES, per_query, total};
-    (few ? weigh_few : weigh_many)(s, row, kv_head, queries, keys, values, count, position, low, limit, asked, window,
+    (few ? weigh_few<Number> : weigh_many<Number>)(s, row, kv_head, queries, keys, values, count, position, low, limit, asked, window,
                                    scale, memory, weights);
     mix_all(weights, values, s, row, kv_head, {low, limit}, 0, count, next, mixed);
     for (int lane = 0; lane < count; lane++) {

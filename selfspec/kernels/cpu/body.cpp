@@ -28,10 +28,11 @@ static void rotate(float* x, const float* cos, const float* sin, int64_t size) {
 
 // Apply norms and rotary embedding to one token's queries and keys of a key head, and write keys and values to the
 // cache.
+template <typename Number>
 static void place(const Model& m, const Layer& layer, const Call& call, const Span& row, int64_t kv_head, int64_t token,
                   float* qkv) {
     const Shape& s = m.shape;
-    int64_t d = s.head_dim, share = s.heads / s.kv_heads, position = row.position + token, bytes = sizeof(float) * d;
+    int64_t d = s.head_dim, share = s.heads / s.kv_heads, position = row.position + token;
     int64_t angles = (position * m.tables + layer.table) * d;
     float* one = qkv + (row.first + token) * (s.heads + 2 * s.kv_heads) * d;
     auto turn = [&](float* head, const float* weight) {
@@ -41,8 +42,8 @@ static void place(const Model& m, const Layer& layer, const Call& call, const Sp
     for (int64_t head = kv_head * share; head < (kv_head + 1) * share; head++) turn(one + head * d, layer.q_norm);
     float *key = one + (s.heads + kv_head) * d, *value = key + s.kv_heads * d;
     turn(key, layer.k_norm);
-    std::memcpy(const_cast<float*>(slot(layer.keys, s, row, position, kv_head)), key, bytes);
-    std::memcpy(const_cast<float*>(slot(layer.values, s, row, position, kv_head)), value, bytes);
+    keep(key, d, slot(keys_of<Number>(layer), s, row, position, kv_head));
+    keep(value, d, slot(values_of<Number>(layer), s, row, position, kv_head));
 }
 
 constexpr int64_t LINE = CACHE_LINE / 4;  // floats
@@ -151,6 +152,7 @@ static void for_own_tasks(const Shape& s, const Call& call, Of of) {
 }
 
 // Write the keys and values of this thread's tasks. If other threads read them, wait for all threads.
+template <typename Number>
 static void place_all(const Model& m, const Layer& layer, const Call& call, Team& team, float* qkv) {
     const Shape& s = m.shape;
     bool are_own = s.kv_heads % omp_get_num_threads() == 0;  // each head belongs to one thread
@@ -162,27 +164,29 @@ static void place_all(const Model& m, const Layer& layer, const Call& call, Team
     }
     for_own_tasks(s, call, [&](const Task& task) {
         Span row = span_of(call, task.row);
-        for (int64_t t = 0; !task.block && t < row.count; t++) place(m, layer, call, row, task.head, t, qkv);
+        for (int64_t t = 0; !task.block && t < row.count; t++) place<Number>(m, layer, call, row, task.head, t, qkv);
     });
     if (!are_own) team.wait();
 }
 
+template <typename Number>
 static void attend_all(const Model& m, const Layer& layer, const Call& call, Team& team, const float* qkv, float* out,
                        float* scratch) {
     const Shape& s = m.shape;
+    const Kept<Number> keys = keys_of<Number>(layer), values = values_of<Number>(layer);
     int64_t share = s.heads / s.kv_heads, stride = (s.heads + 2 * s.kv_heads) * s.head_dim;
     int window = int(layer.window);
     Task task{0, -1, 0, 0};
-    auto run = [&](const Next& next) {
-        attend(s, span_of(call, task.row), task.head, task.block, qkv, stride, layer.keys, layer.values, task.asked,
-               window, m.scale, next, out, scratch);
+    auto run = [&](const Next<Number>& next) {
+        attend(s, span_of(call, task.row), task.head, task.block, qkv, stride, keys, values, task.asked, window,
+               m.scale, next, out, scratch);
     };
     for_own_tasks(s, call, [&](const Task& following) {
         Span span = span_of(call, following.row);
         int64_t position = span.position + following.block * LANES / share, low = lowest(position, layer.window);
         int64_t known = task.head < 0 ? 0 : together_until(s, low, position + 1) - low;
-        if (known > ASKED / s.head_dim) known = ASKED / s.head_dim;
-        if (task.head >= 0) run({slot(layer.keys, s, span, low, following.head), known});
+        known = std::min(known, ASKED / int64_t(sizeof(Number)) / s.head_dim);
+        if (task.head >= 0) run({slot(keys, s, span, low, following.head).numbers, known});
         task = following;
         task.asked = known;
     });
@@ -280,8 +284,13 @@ void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, c
             const Product* following = i + 1 < num_layers ? &layers[i + 1].qkv : nullptr;
             norm_all(layer.norm, m.eps);
             share_product(layer.qkv, STORE, normed, n, memory, qkv, prefetcher, &layer.o);
-            place_all(m, layer, call, team, qkv);
-            attend_all(m, layer, call, team, qkv, mixed, own);
+            if (layer.key_scales) {
+                place_all<int16_t>(m, layer, call, team, qkv);
+                attend_all<int16_t>(m, layer, call, team, qkv, mixed, own);
+            } else {
+                place_all<float>(m, layer, call, team, qkv);
+                attend_all<float>(m, layer, call, team, qkv, mixed, own);
+            }
             add_product(layer.o, mixed, layer.post_norm, m.eps, &layer.gate_up, gated);
             norm_all(layer.mlp_norm, m.mlp_eps);
             share_product(layer.gate_up, gated, normed, n, memory, inner, prefetcher, &layer.down);

@@ -25,7 +25,8 @@ struct Layer {
     const float *norm, *mlp_norm;
     // of queries and keys; of the outputs of attention and MLP before they are added; each may be null
     const float *q_norm, *k_norm, *post_norm, *post_mlp_norm;
-    float *keys, *values;   // [pages, page_size, kv_heads, head_dim]
+    void *keys, *values;  // [pages, page_size, kv_heads, head_dim]: float32, or int16 if they have scales
+    uint16_t *key_scales, *value_scales;  // [pages, page_size, kv_heads, blocks of a head], see `kept.h`; or null
     int64_t window, table;  // window: 0: none; table: index of the layer's rotary angles
 };
 

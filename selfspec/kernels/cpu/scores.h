@@ -4,23 +4,10 @@
 // order, over a query's keys in order.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
+#include <type_traits>
 
-#include "model.h"
+#include "kept.h"
 #include "prefetch.h"
-#include "vector.h"
-
-// The tokens of a row: `count` new ones, which are written already, from `position` on.
-struct Span {
-    const int64_t* pages;
-    int64_t position, first, count;  // first: its index in the packed call
-};
-
-static inline const float* slot(const float* storage, const Shape& s, const Span& row, int64_t at, int64_t kv_head) {
-    int64_t where = row.pages[at / s.page_size] * s.page_size + at % s.page_size;
-    return storage + (where * s.kv_heads + kv_head) * s.head_dim;
-}
 
 // The end of the contiguous keys from position `at` on.
 static inline int64_t together_until(const Shape& s, int64_t at, int64_t limit) {
@@ -28,11 +15,17 @@ static inline int64_t together_until(const Shape& s, int64_t at, int64_t limit) 
     return stop < limit ? stop : limit;
 }
 
-// Prefetch what is `away` floats from an address.
-static inline void ask(const float* from, int64_t away) { __builtin_prefetch(from + away); }
+// Prefetch what is `away` numbers from an address.
+template <typename Number>
+static inline void ask(const Number* from, int64_t away) {
+    __builtin_prefetch(from + away);
+}
 
 // Whether number `at` of a head begins a cache line, if heads begin with one.
-static inline bool begins_line(int64_t at) { return at % (CACHE_LINE / 4) == 0; }
+template <typename Number>
+static inline bool begins_line(int64_t at) {
+    return at % int64_t(CACHE_LINE / sizeof(Number)) == 0;
+}
 
 // The weights of queries for keys: that of query `i` and key `low` + k is at[k * per_key + i * per_query].
 struct Weights {
@@ -46,6 +39,33 @@ constexpr int QUAD_SUMS = LANES / QUAD, TOGETHER = 4;  // TOGETHER: keys at once
 
 constexpr int64_t SOON_KEYS = 2 * LANES;  // prefetch distance in keys, for keys that are not prefetched yet
 
+// Maximum number of queries for vectors of keys: each query takes a register.
+constexpr int FEW = LANES == 16 ? LANES : LANES / 2;
+
+// Vectors of a head; the last one is padded with zeros.
+static inline int64_t vectors_of(int64_t head_dim) { return (head_dim + LANES - 1) / LANES; }
+
+// The working memory for scores in floats: spread or transposed queries, and LANES copied keys.
+static inline int64_t copied_at(int64_t d) { return vectors_of(d) * QUAD * LANES * FEW; }
+static inline int64_t weigh_floats(int64_t d) { return copied_at(d) + LANES * d; }
+
+// Copy `count` contiguous keys of a head to float32 numbers [count][head_dim], and prefetch what is read after them:
+// their values, `away` numbers from them, and later keys.
+template <typename Number>
+static inline void copy(Kept<Number> key, int64_t away, const Shape& s, int64_t count, float* to) {
+    int64_t d = s.head_dim, stride = s.kv_heads * d, rest = d % LANES;
+    for (int64_t i = 0; i < count; i++, key = after(key, s, 1), to += d) {
+        for (int64_t from = 0; from + LANES <= d; from += LANES) {
+            if (begins_line<Number>(from)) {
+                ask(key.numbers + from, away);
+                ask(key.numbers + from, SOON_KEYS * stride);
+            }
+            store(to + from, read(key, from));
+        }
+        if (rest) store_some(to + d - rest, read_some(key, d - rest, int(rest)), int(rest));
+    }
+}
+
 // Products of K keys with the queries in `turned` [head_dim][LANES]. Sums stay in registers if the size of a head is a
 // multiple of a vector.
 template <int K, bool whole>
@@ -54,7 +74,7 @@ static inline void products(const float* turned, const float* key, int64_t strid
     for (int64_t from = 0; from < d; from += LANES) {
 #pragma GCC unroll 4
         for (int i = 0; i < K; i++) {
-            if (!begins_line(from)) continue;
+            if (!away || !begins_line<float>(from)) continue;
             ask(key + i * stride + from, away);
             ask(key + i * stride + from, SOON_KEYS * stride);
         }
@@ -87,10 +107,14 @@ static inline void products(const float* turned, const float* key, int64_t strid
 }
 
 // Weights of many queries, [keys][LANES]: the lanes are queries.
-static void weigh_many(const Shape& s, const Span& row, int64_t kv_head, const float* queries, const float* keys,
-                       const float* values, int, const Ints& position, int64_t low, int64_t limit, int64_t,
-                       int window, float scale, float* turned, const Weights& weights) {
-    int64_t d = s.head_dim, stride = s.kv_heads * d;
+template <typename Number>
+static void weigh_many(const Shape& s, const Span& row, int64_t kv_head, const float* queries,
+                       const Kept<Number>& keys, const Kept<Number>& values, int, const Ints& position, int64_t low,
+                       int64_t limit, int64_t, int window, float scale, float* turned, const Weights& weights) {
+    constexpr bool in_place = std::is_same_v<Number, float>;
+    int64_t d = s.head_dim, stride = in_place ? s.kv_heads * d : d;
+    int64_t away = in_place ? values.numbers - keys.numbers : 0;
+    float* copied = turned + copied_at(d);
     for (int64_t i = 0; i < d; i++)
         for (int lane = 0; lane < LANES; lane++) turned[i * LANES + lane] = queries[lane * d + i];
     auto one = d % LANES ? products<1, false> : products<1, true>;
@@ -98,11 +122,17 @@ static void weigh_many(const Shape& s, const Span& row, int64_t kv_head, const f
     Vec most = splat(-INFINITY), never = most;
     for (int64_t at = low; at < limit;) {
         int64_t stop = together_until(s, at, limit);
-        const float* key = slot(keys, s, row, at, kv_head);
+        const float* key = copied;
+        if constexpr (in_place) {
+            key = slot(keys, s, row, at, kv_head).numbers;
+        } else {
+            stop = std::min(stop, at + LANES);
+            copy(slot(keys, s, row, at, kv_head), values.numbers - keys.numbers, s, stop - at, copied);
+        }
         while (at < stop) {
             int count = stop - at < TOGETHER ? 1 : TOGETHER;
             Vec sums[TOGETHER];
-            (count == 1 ? one : some)(turned, key, stride, values - keys, d, sums);
+            (count == 1 ? one : some)(turned, key, stride, away, d, sums);
             for (int i = 0; i < count; i++, at++, key += stride) {
                 Vec score = sums[i] * scale;
                 if (window || at > position[0]) {  // the first query attends to the fewest keys
@@ -124,12 +154,6 @@ static void weigh_many(const Shape& s, const Span& row, int64_t kv_head, const f
     for (int i = 1; i < LANES; i++) parts[0] += parts[i];
     store(weights.total, parts[0]);
 }
-
-// Maximum number of queries for vectors of keys: each query takes a register.
-constexpr int FEW = LANES == 16 ? LANES : LANES / 2;
-
-// Vectors of a head; the last one is padded with zeros.
-static inline int64_t vectors_of(int64_t head_dim) { return (head_dim + LANES - 1) / LANES; }
 
 // The first `left` numbers at an address; `whole`: they are a whole vector.
 template <bool whole = false>
@@ -170,7 +194,7 @@ static void products_of_few(const Keys& keys, const float* queries, int64_t d, V
             for (int i = 0; i < BESIDE * QUAD; i++) {
                 const float* own = key + i * keys.stride + from;
                 fours[i / QUAD][i % QUAD] = load_rest<whole>(own, d - from);
-                if (!begins_line(from)) continue;
+                if (!keys.away || !begins_line<float>(from)) continue;
                 ask(own, keys.away);
                 if (keys.later) ask(own, keys.later);
             }
@@ -191,17 +215,15 @@ static void products_of_few(const Keys& keys, const float* queries, int64_t d, V
 }
 
 // Copy the keys [at, stop) contiguously and pad them with zeros: products read LANES contiguous keys.
-static Keys gather(const float* keys, const float* values, const Shape& s, const Span& row, int64_t kv_head, int64_t at,
-                   int64_t stop, float* copied) {
-    int64_t d = s.head_dim, stride = s.kv_heads * d;
+template <typename Number>
+static Keys gather(const Kept<Number>& keys, const Kept<Number>& values, const Shape& s, const Span& row,
+                   int64_t kv_head, int64_t at, int64_t stop, float* copied) {
+    int64_t d = s.head_dim;
     float* to = copied;
     while (at < stop) {
         int64_t until = together_until(s, at, stop);
-        const float* key = slot(keys, s, row, at, kv_head);
-        for (; at < until; at++, key += stride, to += d) {
-            std::memcpy(to, key, sizeof(float) * d);
-            for (int64_t i = 0; i < d; i += LANES) ask(key + i, values - keys);
-        }
+        copy(slot(keys, s, row, at, kv_head), values.numbers - keys.numbers, s, until - at, to);
+        to += (until - at) * d, at = until;
     }
     std::fill(to, copied + LANES * d, 0.f);  // uninitialised numbers may be denormal, which is slow
     return {copied, d, 0, 0};
@@ -214,30 +236,32 @@ static Products products_for(int count, int64_t d, std::integer_sequence<int, N.
     return (d % LANES ? filled : whole)[count - 1];
 }
 
-// The working memory for scores in floats: spread queries and copied keys, or transposed queries.
-static inline int64_t weigh_floats(int64_t d) { return vectors_of(d) * QUAD * LANES * FEW + LANES * d; }
-
 // Scores of a few queries and the keys [low, limit), [queries][keys]: the lanes are keys. The sums and their order are
 // the same. The first `asked` keys are prefetched already. most: per query and lane, the largest score so far.
-static void score_few(const Shape& s, const Span& row, int64_t kv_head, const float* queries, const float* keys,
-                      const float* values, int count, const Ints& position, int64_t low, int64_t limit, int64_t asked,
-                      int window, float scale, float* memory, const Weights& weights, Vec* most) {
+template <typename Number>
+static void score_few(const Shape& s, const Span& row, int64_t kv_head, const float* queries,
+                      const Kept<Number>& keys, const Kept<Number>& values, int count, const Ints& position,
+                      int64_t low, int64_t limit, int64_t asked, int window, float scale, float* memory,
+                      const Weights& weights, Vec* most) {
     int64_t d = s.head_dim, stride = s.kv_heads * d, until = low;
-    float* copied = memory + vectors_of(d) * QUAD * LANES * FEW;
+    float* copied = memory + copied_at(d);
     Products products = products_for(count, d, std::make_integer_sequence<int, FEW>());
     const float* run = nullptr;  // contiguous keys, up to `until`
     Ints lane = {};
     for (int i = 0; i < LANES; i++) lane[i] = i;
     spread(queries, count, d, memory);
     for (int64_t at = low; at < limit; at += LANES, run += LANES * stride) {
-        if (at >= until) {
-            until = together_until(s, at, limit);
-            run = slot(keys, s, row, at, kv_head);
+        if constexpr (std::is_same_v<Number, float>) {
+            if (at >= until) {
+                until = together_until(s, at, limit);
+                run = slot(keys, s, row, at, kv_head).numbers;
+            }
         }
         int64_t stop = at + LANES < limit ? at + LANES : limit;
         Vec sums[FEW];
+        int64_t away = reinterpret_cast<const float*>(values.numbers) - reinterpret_cast<const float*>(keys.numbers);
         int64_t later = at + SOON_KEYS < low + asked ? 0 : SOON_KEYS * stride;
-        products(at + LANES <= until ? Keys{run, stride, values - keys, later}
+        products(at + LANES <= until ? Keys{run, stride, away, later}
                                      : gather(keys, values, s, row, kv_head, at, stop, copied),
                  memory, d, sums);
         Ints where = lane + int32_t(at);
@@ -265,9 +289,11 @@ static void soften(const Weights& weights, int q, int64_t count, const Vec& most
 }
 
 // Weights of a few queries, which are the tokens of one row.
-static void weigh_few(const Shape& s, const Span& row, int64_t kv_head, const float* queries, const float* keys,
-                      const float* values, int count, const Ints& position, int64_t low, int64_t limit, int64_t asked,
-                      int window, float scale, float* memory, const Weights& weights) {
+template <typename Number>
+static void weigh_few(const Shape& s, const Span& row, int64_t kv_head, const float* queries,
+                      const Kept<Number>& keys, const Kept<Number>& values, int count, const Ints& position,
+                      int64_t low, int64_t limit, int64_t asked, int window, float scale, float* memory,
+                      const Weights& weights) {
     Vec most[FEW];
     for (int q = 0; q < count; q++) most[q] = splat(-INFINITY);
     score_few(s, row, kv_head, queries, keys, values, count, position, low, limit, asked, window, scale, memory,

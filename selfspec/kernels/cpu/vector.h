@@ -23,6 +23,7 @@ constexpr int LANES = 4, ROWS = 6;
 typedef float Vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+typedef int16_t Shorts __attribute__((vector_size(LANES * 2)));
 
 constexpr int32_t UPPER = -(1 << 16);  // the upper half of a number's bits: a bfloat16 number
 
