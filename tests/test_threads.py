@@ -1,13 +1,23 @@
-"""Threads: one per physical core that may be used, what the environment says, or what is asked for."""
+"""Threads: one per physical core that may be used, what the environment says, or what is asked for.
+
+And the threads of the compiled library, which are kept between calls.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 
 from selfspec.kernels import machine
+from selfspec.kernels.compiler import library
 
 
 @pytest.fixture
@@ -47,3 +57,38 @@ def test_what_is_asked_for_comes_before_the_environment_and_that_before_the_core
     monkeypatch.delenv("OMP_NUM_THREADS")
     machine.set_threads(None)
     assert told == [5, 3]
+
+
+COUNT = 64
+WORDS = torch.arange(COUNT * 1024, dtype=torch.int32)
+
+
+def checksums(num_threads):
+    """The library's checksums of `COUNT` ranges of `WORDS`."""
+    starts = (ctypes.c_void_p * COUNT)(*[WORDS.data_ptr() + 4096 * i for i in range(COUNT)])
+    sizes, out = (ctypes.c_int64 * COUNT)(*[4096] * COUNT), (ctypes.c_uint64 * COUNT)()
+    library().selfspec_checksums(starts, sizes, ctypes.c_int64(COUNT), out, ctypes.c_int64(num_threads))
+    return list(out)
+
+
+def test_calls_of_several_threads_at_once_get_threads_of_their_own():
+    alone = checksums(1)
+    assert len(set(alone)) == COUNT
+    with ThreadPoolExecutor(6) as callers:
+        assert all(got == alone for got in callers.map(checksums, [2, 3, 1, 5, 4, 2] * 50))
+
+
+def test_a_forked_child_has_threads_of_its_own():
+    program = "from tests import test_threads as t; import os; a = t.checksums(3); child = os.fork()\n"
+    program += "b = t.checksums(3)\nif not child: os._exit(a != b)\nprint(os.waitpid(child, 0)[1], a == b)"
+    command, root = [sys.executable, "-c", program], Path(__file__).parents[1]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "0 True\n", done.stderr
+
+
+def test_idle_threads_use_no_core():
+    checksums(4)
+    time.sleep(0.2)  # they yield the core for a while before they sleep
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.1

@@ -19,9 +19,9 @@ from time import perf_counter
 from selfspec.errors import NoCompilerError
 
 SOURCES = Path(__file__).parent / "cpu"
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fno-math-errno", "-ffp-contract=off")
-# Flags for the processor's instructions and for threads. The first combination that compiles is used.
-TRIED = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fopenmp",), ("-mcpu=native",), ())
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-ffp-contract=off")
+# Flags for the processor's instructions. The first combination that compiles is used.
+TRIED = (("-march=native",), ("-mcpu=native",), ())
 SECONDS = 120  # time limit of a compilation
 _log = logging.getLogger("selfspec")
 

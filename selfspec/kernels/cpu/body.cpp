@@ -69,7 +69,7 @@ struct Share {
 };
 
 static Share share_of(const Product& p, After after) {
-    int64_t panels = panels_of(p, after), thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    int64_t panels = panels_of(p, after), thread = thread_number(), threads = thread_count();
     return {panels * thread / threads, panels * (thread + 1) / threads};
 }
 
@@ -99,7 +99,7 @@ static void prepare(const Product& p, const float* x, int64_t t, float* prepared
 static void share_product(const Product& p, After after, const float* x, int64_t n, const Memory& memory, float* y,
                           Prefetcher& prefetcher, const Product* next = nullptr, After after_next = STORE) {
     bool alone = is_little(n, p.in);
-    int64_t thread = alone ? 0 : omp_get_thread_num(), threads = alone ? 1 : omp_get_num_threads();
+    int64_t thread = alone ? 0 : thread_number(), threads = alone ? 1 : thread_count();
     auto [first, last] = share_of(p, after);
     float* prepared = aligned(alone ? memory.own : memory.shared);
     // Whether a product needs no prefetches. Processors that read in order prefetch two panels themselves. Small 4-bit
@@ -142,7 +142,7 @@ struct Task {  // a unit of attention: a block of a row's queries
 template <typename Of>
 static void for_own_tasks(const Shape& s, const Call& call, Of of) {
     int64_t share = s.heads / s.kv_heads, count = 0;
-    int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    int64_t thread = thread_number(), threads = thread_count();
     for (int64_t row = 0; row < call.num_rows; row++) {
         int64_t tokens = call.firsts[row + 1] - call.firsts[row], blocks = (tokens * share + LANES - 1) / LANES;
         for (int64_t block = 0; block < blocks; block++)
@@ -155,7 +155,7 @@ static void for_own_tasks(const Shape& s, const Call& call, Of of) {
 template <typename Number>
 static void place_all(const Model& m, const Layer& layer, const Call& call, Team& team, float* qkv) {
     const Shape& s = m.shape;
-    bool are_own = s.kv_heads % omp_get_num_threads() == 0;  // each head belongs to one thread
+    bool are_own = s.kv_heads % thread_count() == 0;  // each head belongs to one thread
     if (!are_own) {
         int64_t most = 0;
         for (int64_t row = 0; row < call.num_rows; row++)
@@ -254,7 +254,7 @@ void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, c
     After gated = m.activation == GELU_TANH ? GEGLU : SWIGLU;
     Team team;
     Team::run(num_threads, [&] {
-        float *own = scratch + omp_get_thread_num() * scratch_floats;
+        float *own = scratch + thread_number() * scratch_floats;
         const Memory memory{shared, own, team};
         bool alone = is_little(n, m.hidden);
         float* normed = alone ? own + own_floats(widest(m)) : h;
@@ -313,7 +313,7 @@ void selfspec_linear(const Product* p, const float* x, int64_t n, float* y, cons
     Team team;
     Team::run(num_threads, [&] {
         float* shared = h + n * p->in;
-        float* own = shared + prepared_floats(n, p->in) + omp_get_thread_num() * own_floats(p->in);
+        float* own = shared + prepared_floats(n, p->in) + thread_number() * own_floats(p->in);
         const Memory memory{shared, own, team};
         if (weight) {
             Team::share(n, [&](int64_t t) { norm(x + t * p->in, weight, eps, p->in, h + t * p->in); });
@@ -336,7 +336,7 @@ void selfspec_exit_head(const ExitHead* e, const float* x, int64_t n, float* y, 
     float *normed = memory, *mixed = normed + n * hidden, *shared = mixed + n * inner;
     Team team;
     Team::run(num_threads, [&] {
-        float* own = shared + prepared_floats(n, widest) + omp_get_thread_num() * own_floats(widest);
+        float* own = shared + prepared_floats(n, widest) + thread_number() * own_floats(widest);
         const Memory rows{shared, own, team};
         Team::share(n, [&](int64_t t) {
             norm(x + t * hidden, e->norm, e->eps, hidden, normed + t * hidden);

@@ -34,14 +34,13 @@ int64_t selfspec_pick_floats(int64_t vocab) { return pick_floats(vocab); }
 void selfspec_pick(const float* logits, int64_t stride, int64_t n, int64_t vocab, const SamplingParams* params,
                    const int64_t* positions, const int64_t* tokens, int64_t tokens_stride, int64_t* picks,
                    float* confidences, float* memory, int64_t num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
-    for (int64_t i = 0; i < n; i++) {
+    Team::for_each(n, num_threads, [&](int64_t i) {
         const int64_t* own = tokens ? tokens + i * tokens_stride : nullptr;
         Picked one = pick_row({logits + i * stride, vocab, positions[i], own}, params[i],
-                              memory + omp_get_thread_num() * pick_floats(vocab), confidences);
+                              memory + thread_number() * pick_floats(vocab), confidences);
         picks[i] = own ? own[one.best] : one.best;
         if (confidences) confidences[i] = one.confidence;
-    }
+    });
 }
 
 // The working memory of a draft in floats, for rows of at most `longest` tokens.

@@ -6,6 +6,7 @@
 
 #include "amx.h"
 #include "blocks.h"
+#include "team.h"
 
 // Places of a weight's outputs among the packed outputs: from `offset` on, with a gap after every `lanes` outputs up to
 // a multiple of `stride`. The gaps hold the other half of a gated product.
@@ -195,8 +196,7 @@ extern "C" {
 
 // Checksums of n ranges of bytes.
 void selfspec_checksums(const char* const* words, const int64_t* sizes, int64_t n, uint64_t* out, int64_t num_threads) {
-#pragma omp parallel for schedule(dynamic) num_threads(num_threads)
-    for (int64_t i = 0; i < n; i++) out[i] = checksum(words[i], sizes[i]);
+    Team::deal(n, num_threads, [&](int64_t i) { out[i] = checksum(words[i], sizes[i]); });
 }
 
 int64_t selfspec_panel() { return PANEL; }
@@ -230,8 +230,7 @@ void selfspec_pack(const uint32_t* weight, int64_t out, const Product* p, int64_
                    int64_t num_threads) {
     Places places = {offset, lanes, stride};
     if (p->kind == INT4) {
-#pragma omp parallel for num_threads(num_threads)
-        for (int64_t o = 0; o < out; o++) {
+        Team::for_each(out, num_threads, [&](int64_t o) {
             int64_t at = place_of(o, places);
             char* panel = const_cast<char*>(p->packed) + panel_at(*p, at / PANEL);
             const float* row = reinterpret_cast<const float*>(weight) + o * p->in;
@@ -242,13 +241,13 @@ void selfspec_pack(const uint32_t* weight, int64_t out, const Product* p, int64_
                 std::memcpy(words.scales, rounded.scales, sizeof rounded.scales);
                 put_words<Q4_0>(words, panel, b, at % PANEL);
             }
-        }
+        });
         return;
     }
     uint32_t* packed = reinterpret_cast<uint32_t*>(const_cast<char*>(p->packed));
     int64_t in = p->in;
-#pragma omp parallel for num_threads(num_threads)
-    for (int64_t first = 0; first < out; first += LANES) {
+    Team::for_each((out + LANES - 1) / LANES, num_threads, [&](int64_t group) {
+        int64_t first = group * LANES;
         uint32_t* to[LANES];
         int count = out - first < LANES ? int(out - first) : LANES;
         for (int i = 0; i < count; i++) {
@@ -263,7 +262,7 @@ void selfspec_pack(const uint32_t* weight, int64_t out, const Product* p, int64_
                 uint32_t low = from[i * in + k] >> 16, high = k + 1 < in ? from[i * in + k + 1] & UPPER : 0;
                 to[i][k / 2 * PANEL] = high | low;
             }
-    }
+    });
 }
 
 // Pack a weight's rows from the blocks of a GGUF file, [rows in the file][row_bytes]. rows: the file's row of each
@@ -271,8 +270,8 @@ void selfspec_pack(const uint32_t* weight, int64_t out, const Product* p, int64_
 void selfspec_pack_blocks(const uint8_t* blocks, int64_t row_bytes, const int64_t* rows, int64_t out, const Product* p,
                           int64_t offset, int64_t lanes, int64_t stride, int64_t num_threads) {
     int64_t first = offset / PANEL, last = (place_of(out - 1, {offset, lanes, stride}) + PANEL) / PANEL;
-#pragma omp parallel for num_threads(num_threads)
-    for (int64_t panel = first; panel < last; panel++) {
+    Team::for_each(last - first, num_threads, [&](int64_t i) {
+        int64_t panel = first + i;
         const uint8_t* sources[PANEL];
         for (int64_t o = 0; o < PANEL; o++) {
             int64_t place = panel * PANEL + o - offset, group = stride ? place / stride : 0;
@@ -281,6 +280,6 @@ void selfspec_pack_blocks(const uint8_t* blocks, int64_t row_bytes, const int64_
             sources[o] = is_own ? blocks + (rows ? rows[output] : output) * row_bytes : nullptr;
         }
         pack_panel(kind_of(*p, panel), sources, blocks_of(p->in), const_cast<char*>(p->packed) + panel_at(*p, panel));
-    }
+    });
 }
 }

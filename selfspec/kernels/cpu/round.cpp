@@ -111,11 +111,10 @@ class Round {
         std::vector<int64_t> picks(n), owners(n);
         for (int64_t r = 0; r < d.num_rows; r++)
             std::fill(owners.begin() + all.firsts[r], owners.begin() + all.firsts[r + 1], r);
-#pragma omp parallel for num_threads(num_threads)
-        for (int64_t i = 0; i < n; i++) {
-            float* own = memory + omp_get_thread_num() * pick_floats(v.head->out);
+        Team::for_each(n, num_threads, [&](int64_t i) {
+            float* own = memory + thread_number() * pick_floats(v.head->out);
             picks[i] = pick_at(all, logits, owners[i], i - all.firsts[owners[i]], own);
-        }
+        });
         return picks;
     }
 

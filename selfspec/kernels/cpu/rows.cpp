@@ -1,5 +1,7 @@
 // Rows of a matrix, of floats or of packed blocks: see `RowTable`.
 
+#include <algorithm>
+
 #include "blocks.h"
 
 static float half_float(const char* from) {

@@ -189,7 +189,7 @@ int64_t selfspec_shadow_words(const ProbeArgs* all) { return Probe::words(*all);
 
 void selfspec_shadow(const ProbeArgs* all, int64_t* memory, int64_t num_threads) {
     Team::run(num_threads, [&] {
-        Probe probe(*all, memory + omp_get_thread_num() * Probe::words(*all));
+        Probe probe(*all, memory + thread_number() * Probe::words(*all));
         Team::share(all->num_positions, [&](int64_t n) { probe.run(n); });
     });
 }
