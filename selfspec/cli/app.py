@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import selfspec
-from selfspec.cli import corpus
+from selfspec.cli import cache, corpus
 from selfspec.cli.batch import batch
 from selfspec.cli.calibrate import calibrate
 from selfspec.cli.chat import chat
@@ -99,6 +99,8 @@ INFO_HELP = """Say what is in an indexed corpus. Exit code 1 if it is damaged or
 Example:  selfspec corpus info code.store --verify
 """
 
+CACHE_HELP = """What lies in the cache folder: the compiled engine, costs, statistics, results of self-checks."""
+
 app = typer.Typer(
     help="Faster decoding for Hugging Face models: their first layers draft, the rest verify. No token changes.",
     epilog="Data goes to stdout, messages to stderr. Exit codes: 0, 1 (the run failed), 2 (wrong input), 130 (Ctrl-C).",
@@ -122,7 +124,8 @@ def _selfspec(
 ) -> None:
     if context.invoked_subcommand is None:
         raise Failure(
-            "a command is missing, generate, chat, serve, batch, inspect, calibrate or corpus; see 'selfspec --help'"
+            "a command is missing, generate, chat, serve, batch, inspect, calibrate, corpus or cache; "
+            "see 'selfspec --help'"
         )
 
 
@@ -139,6 +142,18 @@ app.command("calibrate", help=CALIBRATE_HELP)(command(calibrate, without=("exact
 corpora.command("build", help=BUILD_HELP)(command(corpus.build))
 corpora.command("info", help=INFO_HELP)(command(corpus.info))
 app.add_typer(corpora, name="corpus")
+caches = typer.Typer(help=CACHE_HELP)
+caches.command("list", help="List what is in the cache folder, with sizes and ages.")(command(cache.show))
+caches.command("clear", help="Remove what is in the cache folder; it is made again when needed.")(command(cache.clear))
+    command(cache.clear)
+)
+app.add_typer(caches, name="cache")
+
+
+@caches.callback(invoke_without_command=True)
+def _cache(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        cache.show()
 
 
 @corpora.callback(invoke_without_command=True)

@@ -53,7 +53,10 @@ def library() -> ctypes.CDLL:
     try:
         if not file.is_file():
             _compile(compiler, file, f", kept in {file}" if is_lasting else "")
-        return ctypes.CDLL(str(file))
+        made = ctypes.CDLL(str(file))
+        with suppress(OSError):
+            os.utime(file)  # it is in use: see `selfspec.cached`
+        return made
     except OSError as problem:
         with suppress(OSError):
             file.unlink()  # it is broken, or of another system: the next process compiles it again

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from selfspec import cached
 from selfspec.calibrate import profile
 from selfspec.errors import UnsupportedModelError, got
 from selfspec.executors.cpu.install import check_backend
@@ -78,6 +79,7 @@ def open_target(
     heads = exit_heads if isinstance(exit_heads, ExitHeads) else None
     if isinstance(exit_heads, str | Path) and str(exit_heads) != "none":
         heads = ExitHeads.load(exit_heads)
+    cached.remove_unused()
     activation_bytes = 3 if check_precision(precision) == "float32" else 2
     opened = _open(model, tokenizer, dtype, device, adapter, quantize, activation_bytes)
     if exit_heads is None and (own := file_beside(opened.source, exit_heads_file)) is not None:
