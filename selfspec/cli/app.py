@@ -145,8 +145,6 @@ app.add_typer(corpora, name="corpus")
 caches = typer.Typer(help=CACHE_HELP)
 caches.command("list", help="List what is in the cache folder, with sizes and ages.")(command(cache.show))
 caches.command("clear", help="Remove what is in the cache folder; it is made again when needed.")(command(cache.clear))
-    command(cache.clear)
-)
 app.add_typer(caches, name="cache")
 
 
