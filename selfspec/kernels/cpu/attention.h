@@ -136,7 +136,7 @@ static void attend(const Shape& s, const Span& row, int64_t kv_head, int64_t blo
     int64_t share = s.heads / s.kv_heads, d = s.head_dim, begin = block * LANES;
     int64_t left = row.count * share - begin;
     int count = left < LANES ? int(left) : LANES;
-    float *mixed = scratch, *queries = mixed + d * LANES, *total = queries + d * LANES, *memory = total + LANES;
+    float *mixed = scratch + (-(reinterpret_cast<uintptr_t>(scratch) / 4) & (CACHE_LINE / 4 - 1)), *queries = mixed + d * LANES, *total = queries + d * LANES, *memory = total + LANES;
     Ints position = {};
     for (int lane = 0; lane < LANES; lane++) {
         int64_t m = begin + (lane < count ? lane : 0), token = m / share, head = kv_head * share + m % share;
@@ -158,5 +158,5 @@ static void attend(const Shape& s, const Span& row, int64_t kv_head, int64_t blo
 
 // Floats of scratch memory for rows of at most `longest` tokens.
 static inline int64_t attention_scratch(const Shape& s, int64_t longest) {
-    return (2 * s.head_dim + 1 + longest + LANES) * LANES + weigh_floats(s.head_dim);
+    return (2 * s.head_dim + 1 + longest + LANES) * LANES + weigh_floats(s.head_dim) + CACHE_LINE / 4;
 }

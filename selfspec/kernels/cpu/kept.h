@@ -59,8 +59,7 @@ static inline Vec read(const Kept<float>& one, int64_t from, int64_t more = 0) {
 static inline Vec read(const Kept<int16_t>& one, int64_t from, int64_t more = 0) {
     Shorts v;
     std::memcpy(&v, one.numbers + from + more, sizeof v);
-    Vec wide = __builtin_convertvector(__builtin_convertvector(v, Ints), Vec);
-    return wide * scale_at(one.scales + from / BLOCK + more / BLOCK);
+    return floats(v) * scale_at(one.scales + from / BLOCK + more / BLOCK);
 }
 
 // The `count` numbers from `from` on, which are fewer than a vector holds, with zeros after them.
@@ -71,8 +70,7 @@ static inline Vec read_some(const Kept<float>& one, int64_t from, int count) {
 static inline Vec read_some(const Kept<int16_t>& one, int64_t from, int count) {
     Shorts v = {};
     std::memcpy(&v, one.numbers + from, sizeof(int16_t) * count);
-    Vec wide = __builtin_convertvector(__builtin_convertvector(v, Ints), Vec);
-    return wide * scale_at(one.scales + from / BLOCK);
+    return floats(v) * scale_at(one.scales + from / BLOCK);
 }
 
 // Write a head of float32 numbers.

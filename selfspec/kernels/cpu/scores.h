@@ -55,13 +55,18 @@ template <typename Number>
 static inline void copy(Kept<Number> key, int64_t away, const Shape& s, int64_t count, float* to) {
     int64_t d = s.head_dim, stride = s.kv_heads * d, rest = d % LANES;
     for (int64_t i = 0; i < count; i++, key = after(key, s, 1), to += d) {
-        for (int64_t from = 0; from + LANES <= d; from += LANES) {
-            if (begins_line<Number>(from)) {
-                ask(key.numbers + from, away);
-                ask(key.numbers + from, SOON_KEYS * stride);
+        int64_t from = 0;
+        for (; from + BLOCK <= d; from += BLOCK) {
+#pragma GCC unroll 8
+            for (int64_t more = 0; more < BLOCK; more += LANES) {
+                if (begins_line<Number>(more)) {
+                    ask(key.numbers + from + more, away);
+                    ask(key.numbers + from + more, SOON_KEYS * stride);
+                }
+                store(to + from + more, read(key, from, more));
             }
-            store(to + from, read(key, from));
         }
+        for (; from + LANES <= d; from += LANES) store(to + from, read(key, from));
         if (rest) store_some(to + d - rest, read_some(key, d - rest, int(rest)), int(rest));
     }
 }

@@ -54,6 +54,17 @@ static inline void store_some(float* to, Vec v, int count) {
 #endif
 }
 
+// Explicit on x86, where compilers convert the halves of a vector one after the other.
+static inline Vec floats(Shorts v) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32((__m256i)v));
+#elif defined(__AVX2__)
+    return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi16_epi32((__m128i)v));
+#else
+    return __builtin_convertvector(__builtin_convertvector(v, Ints), Vec);
+#endif
+}
+
 // a * b + c, in one rounding if the processor supports it. Explicit, since compilers would contract only some loops,
 // and the bits of a token's results would depend on the number of tokens.
 static inline Vec fma(Vec a, Vec b, Vec c) {
