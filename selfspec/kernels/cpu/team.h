@@ -23,6 +23,7 @@ static inline int64_t process_id() { return 0; }
 #endif
 
 constexpr int PATIENCE = 2000, MOST = 20000;  // turns of waiting before yielding the core, and before sleeping
+constexpr std::chrono::milliseconds IDLE{1};   // the time without a call after which a worker sleeps
 
 // One turn of waiting that does not sleep.
 static inline void wait_a_turn(int turn) {
@@ -72,7 +73,8 @@ class Worker {
     std::condition_variable given;
 
     Work* next() {
-        for (int turn = 0; turn < MOST; turn++) {
+        auto start = std::chrono::steady_clock::now();
+        for (int turn = 0; turn < PATIENCE || std::chrono::steady_clock::now() - start < IDLE; turn++) {
             if (Work* one = work.load(std::memory_order_acquire)) return one;
             wait_a_turn(turn);
         }
