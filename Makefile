@@ -68,13 +68,16 @@ clean:  ## remove .venv, caches and built packages; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# pip is brought up to date first: --group needs 25.1, and Python 3.11 may come with 23.2.
+# pip is brought up to date first: --group needs 25.1, and Python 3.11 may come with 23.2. The package ziglang is a C++
+# compiler, for machines that have none.
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "selfspec needs Python 3.11 or newer, and there is no '$(PYTHON)' here; name one, for example: make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "selfspec needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1); name a newer one, for example: make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { echo "'$(PYTHON) -m venv $(VENV)' failed; on Debian and Ubuntu the package python3-venv has what is missing" >&2; exit 1; }
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --upgrade pip
 	$(VENV)/bin/python -m pip install --constraint constraints.txt --build-constraint constraints.txt --editable . --group dev
+	@command -v "$${CXX:-g++}" >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null \
+	  || $(VENV)/bin/python -m pip install --quiet --constraint constraints.txt ziglang
 	@touch $@
 
 # Large, so that only the slow tests have it.

@@ -69,9 +69,24 @@ def test_a_build_that_fails_fails_the_session_with_the_compilers_message(tmp_pat
 
 
 def test_without_a_compiler_what_needs_one_is_skipped_and_the_rest_runs(tmp_path):
-    code, printed = run_pytest(tmp_path, *SERIAL, CXX="", PATH="/nowhere")
+    (tmp_path / "ziglang.py").touch()  # hides the package
+    paths = f"{tmp_path}{os.pathsep}{Path(__file__).parents[1]}"
+    code, printed = run_pytest(tmp_path, *SERIAL, CXX="", PATH="/nowhere", PYTHONPATH=paths)
     assert code == 0 and "2 passed, 4 skipped" in printed
     assert "needs a C++ compiler, and neither $CXX nor g++ nor clang++ was found" in printed
+
+
+def test_the_package_ziglang_compiles_where_nothing_else_is_found(tmp_path, monkeypatch):
+    package = tmp_path / "ziglang"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    zig = program(package / "zig", "")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("CXX", own := program(tmp_path / "own++", ""))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert compiler.find_compiler() == (own,)
+    monkeypatch.delenv("CXX")
+    assert compiler.find_compiler() == (zig, "c++")
 
 
 def test_workers_and_later_sessions_share_one_build(tmp_path):

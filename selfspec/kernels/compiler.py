@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib.util
 import logging
 import os
 import platform
@@ -22,14 +23,20 @@ SOURCES = Path(__file__).parent / "cpu"
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-ffp-contract=off")
 # Flags for the processor's instructions. The first combination that compiles is used.
 TRIED = (("-march=native",), ("-mcpu=native",), ())
-SECONDS = 120  # time limit of a compilation
+SECONDS = 300  # time limit of a compilation
 _log = logging.getLogger("selfspec")
 
 
-def find_compiler() -> str | None:
-    """The C++ compiler: the program that $CXX names, else g++ or clang++; None where there is none."""
+def find_compiler() -> tuple[str, ...] | None:
+    """The command of a C++ compiler: $CXX, else g++, clang++ or the package ziglang; None where there is none."""
     names = [os.environ.get("CXX", ""), "g++", "clang++"]
-    return next((found for name in names if name and (found := shutil.which(name))), None)
+    if found := next((found for name in names if name and (found := shutil.which(name))), None):
+        return (found,)
+    package = importlib.util.find_spec("ziglang")  # not imported
+    for folder in (package and package.submodule_search_locations) or ():
+        if zig := shutil.which("zig", path=folder):
+            return (zig, "c++")
+    return None
 
 
 def version() -> str:
@@ -47,7 +54,7 @@ def library() -> ctypes.CDLL:
     """
     compiler = find_compiler()
     if compiler is None:
-        raise NoCompilerError("neither $CXX nor g++ nor clang++ was found", "install one")
+        raise NoCompilerError("neither $CXX nor g++ nor clang++ was found", "run `pip install ziglang`, which is one")
     folder, is_lasting = _folder(name := f"body-{_key(compiler)}.so")
     file = folder / name
     try:
@@ -66,22 +73,22 @@ def library() -> ctypes.CDLL:
             shutil.rmtree(folder, ignore_errors=True)  # a loaded library stays usable
 
 
-def _compile(compiler: str, file: Path, kept: str) -> None:
+def _compile(compiler: Sequence[str], file: Path, kept: str) -> None:
     """Compile the library to `file`. `kept`: the end of the log message."""
     start = perf_counter()
     reason = ""
-    _log.warning("compiling for this machine's processor with %s, ten to thirty seconds, once ...", compiler)
+    _log.warning("compiling for this machine's processor with %s, up to two minutes, once ...", " ".join(compiler))
     for more in TRIED:
         handle, name = tempfile.mkstemp(dir=file.parent, prefix=f"{file.stem}-", suffix=".tmp")
         os.close(handle)
-        reason = _run([compiler, *FLAGS, *more, *map(str, sorted(SOURCES.glob("*.cpp"))), "-o", name])
+        reason = _run([*compiler, *FLAGS, *more, *map(str, sorted(SOURCES.glob("*.cpp"))), "-o", name])
         if not reason:
             os.replace(name, file)  # atomic, since several processes may compile at once
             _log.warning("compiled in %.1f s%s", perf_counter() - start, kept)
             return
         with suppress(OSError):
             os.unlink(name)
-    raise NoCompilerError(f"{compiler} fails ({reason})", "repair it")
+    raise NoCompilerError(f"{' '.join(compiler)} fails ({reason})", "repair it")
 
 
 def _run(command: Sequence[str]) -> str:
@@ -95,11 +102,11 @@ def _run(command: Sequence[str]) -> str:
     return next((line for line in done.stderr.splitlines() if "error" in line), f"exit code {done.returncode}")
 
 
-def _key(compiler: str) -> str:
+def _key(compiler: Sequence[str]) -> str:
     """A hash of what the compiled file depends on: the sources, flags, compiler and processor."""
     parts = [path.read_bytes() for path in sorted(SOURCES.iterdir())]
-    stat = os.stat(os.path.realpath(compiler))
-    machine = f"{FLAGS} {TRIED} {os.path.realpath(compiler)} {stat.st_size} {stat.st_mtime_ns}"
+    stat = os.stat(program := os.path.realpath(compiler[0]))
+    machine = f"{FLAGS} {TRIED} {program} {stat.st_size} {stat.st_mtime_ns}"
     machine += f" {platform.machine()} {_features()}"
     return hashlib.sha256(b"".join([*parts, machine.encode()])).hexdigest()[:16]
 

@@ -260,7 +260,9 @@ def compiler_anew(monkeypatch, tmp_path):
         one.cache_clear()
 
 
-def test_without_a_compiler_auto_says_what_is_slower_and_decodes_all_the_same(compiler_anew, caplog):
+def test_without_a_compiler_auto_says_what_is_slower_and_decodes_all_the_same(compiler_anew, tmp_path, caplog):
+    (tmp_path / "ziglang.py").touch()  # hides the package
+    compiler_anew.syspath_prepend(tmp_path)
     compiler_anew.setenv("CXX", "no-such-compiler")
     compiler_anew.setenv("PATH", "/nowhere")
     model, prompts = build("llama"), make_prompts([9])
@@ -270,7 +272,10 @@ def test_without_a_compiler_auto_says_what_is_slower_and_decodes_all_the_same(co
         compiler.library()
     target = Target(model)
     [line] = caplog.messages
-    assert line.startswith("backend views runs the layers, which is slower than compiled") and "install one" in line
+    assert (
+        line.startswith("backend views runs the layers, which is slower than compiled")
+        and "pip install ziglang" in line
+    )
     assert target.generate(prompts, max_tokens=8)[0].token_ids == generate(model, prompts[0], 8)
 
 
@@ -308,7 +313,7 @@ def test_what_was_compiled_is_kept(built, compiler_anew, tmp_path, caplog):
     compiler_anew.setattr(compiler, "_run", lambda command: shutil.copy(built, command[-1]) and "")
     compiler.library()
     first, last = caplog.messages  # one before the wait, one after it
-    assert first.startswith("compiling for this machine's processor with ") and "ten to thirty seconds" in first
+    assert first.startswith("compiling for this machine's processor with ") and "up to two minutes" in first
     [file] = (tmp_path / "compiled").iterdir()
     assert re.fullmatch(rf"compiled in \d+\.\d s, kept in {re.escape(str(file))}", last)
     made = file.stat().st_mtime_ns
