@@ -14,6 +14,7 @@ from selfspec.cli.session import Run
 from selfspec.core import SamplingParams, SpeculativeConfig
 from selfspec.llm import LLM
 from selfspec.loading import hub
+from selfspec.model.gguf_blocks import Holding
 
 WARM_UP_TOKENS = 8
 PAIRS = (2, 31)  # fewest and most timed runs of each: those of a small model take hundredths of a second
@@ -123,7 +124,8 @@ def _generate(llm: LLM, prompt: list[int], params: SamplingParams, count: int) -
     if params.no_repeat_ngram_size is not None:
         penalties["no_repeat_ngram_size"] = params.no_repeat_ngram_size
     ids = torch.tensor([prompt], device=llm.target.split.device)
-    with hub.quiet():
+    # `generate` is asked with the weights that it would have: not dequantised again at every token
+    with hub.quiet(), Holding(model):
         start = perf_counter()
         out = model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, **penalties
