@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec.model.gguf_blocks import BlockWeight
+from selfspec.model.gguf_blocks import BlockWeight, release
 from selfspec.model.quantized import dense, is_dense
 from selfspec.model.split_model import SplitModel
 
@@ -54,6 +54,7 @@ def weights_of(split: SplitModel) -> str:
     saved = split.model.state_dict(keep_vars=True)
     saved = {name: value for name, value in saved.items() if isinstance(value, Tensor)}
     seen = [sample(value).tolist() for value in saved.values()]
+    release(saved.values())
     return _digest(list(saved), [number for numbers in seen for number in numbers])
 
 

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from selfspec.kernels.dequantize import block_sizes, dequantized
 from selfspec.kernels.rounding import rounded
 from selfspec.model.mapped_file import MappedFile
 
-# Weights and bytes of a block, by the name of its type in GGUF files, of the types that compiled products read.
-BLOCK_SIZES = {
-    "Q4_0": (32, 18),
-    "Q4_1": (32, 20),
-    "Q5_0": (32, 22),
-    "Q8_0": (32, 34),
-    "Q4_K": (256, 144),
-    "Q6_K": (256, 210),
-}
+PACKABLE = ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K")  # types that compiled products read
 CHUNK = 1 << 20  # weights that are dequantised at once, so that they stay in the processor's cache
 _aten = torch.ops.aten
 
@@ -48,12 +39,12 @@ class Blocks(NamedTuple):
     @property
     def is_packable(self) -> bool:
         """Whether compiled products read blocks of this type."""
-        return self.type in BLOCK_SIZES
+        return self.type in PACKABLE
 
     @property
     def shape(self) -> torch.Size:
         """The weight's shape `[out, in]`."""
-        weights, size = _sizes(self.type)
+        weights, size = block_sizes(self.type)
         return torch.Size([len(self.data if self.rows is None else self.rows), self.data.shape[1] // size * weights])
 
     @property
@@ -62,31 +53,19 @@ class Blocks(NamedTuple):
         return self.shape[0] * self.data.shape[1]
 
     def dequantized(self) -> Tensor:
-        """The weights, fp32 `[out, in]`, by the package gguf.
+        """The weights, fp32 `[out, in]`.
 
         Raises:
             OSError: the file became shorter.
         """
-        import gguf
-
         if self.source is not None:
             self.source.check()
-        kind, (count, width) = gguf.GGMLQuantizationType[self.type], self.shape
+        count, width = self.shape
         made, step = torch.empty(count, width), max(1, CHUNK // width)
         for first in range(0, count, step):
             picked = slice(first, first + step) if self.rows is None else self.rows[first : first + step]
-            made[first : first + step] = torch.from_numpy(gguf.quants.dequantize(self.data[picked].numpy(), kind))
+            made[first : first + step] = dequantized(self.data[picked], self.type)
         return made
-
-
-def _sizes(kind: str) -> tuple[int, int]:
-    """Weights and bytes of a block of any type."""
-    if kind in BLOCK_SIZES:
-        return BLOCK_SIZES[kind]
-    import gguf
-
-    weights, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    return int(weights), int(size)
 
 
 class BlockWeight(Tensor):
@@ -194,13 +173,8 @@ def _linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
     if weight.held is not None or count <= step or x.requires_grad:
         return F.linear(x, weight.dequantize(), bias)
     made = x.new_empty(*x.shape[:-1], count)
-    threads = max(1, torch.get_num_threads())
-    parts = torch.arange(count).split(step)
-    with ThreadPoolExecutor(threads) as pool:
-        for first in range(0, len(parts), threads):
-            some = parts[first : first + threads]
-            for rows, numbers in zip(some, pool.map(lambda rows: weight.select(rows).dequantize(), some), strict=True):
-                made[..., rows[0] : rows[-1] + 1] = F.linear(x, numbers)
+    for rows in torch.arange(count).split(step):
+        made[..., rows[0] : rows[-1] + 1] = F.linear(x, weight.select(rows).dequantize())
     return made if bias is None else made + bias
 
 
@@ -235,20 +209,26 @@ def mapped_blocks(source: MappedFile, kind: str, offset: int, shape: tuple[int, 
     Args:
         rows: as in `Blocks`.
     """
-    weights, size = _sizes(kind)
+    weights, size = block_sizes(kind)
     data = source.tensor(torch.uint8, offset, (math.prod(shape[:-1]), shape[-1] // weights * size))
     return Blocks(kind, data, rows, source)
 
 
 def file_numbers(kind: str, source: MappedFile, offset: int, shape: tuple[int, ...]) -> Tensor:
     """A small tensor of any type, dequantised: fp32 of `shape`."""
-    import gguf
+    weights, size = block_sizes(kind)
+    data = source.tensor(torch.uint8, offset, (1, math.prod(shape) // weights * size))
+    return dequantized(data, kind).view(shape).clone()
 
-    weights, size = _sizes(kind)
-    count = math.prod(shape)
-    data = source.tensor(torch.uint8, offset, (count // weights * size,))
-    made = gguf.quants.dequantize(data.numpy(), gguf.GGMLQuantizationType[kind])
-    return torch.from_numpy(np.ascontiguousarray(made, np.float32)).view(shape).clone()
+
+def release(weights: Iterable[Tensor]) -> None:
+    """Give back the memory of the file's pages that these weights are mapped from; reading them again maps them again.
+
+    A read of a few bytes may map two megabytes.
+    """
+    for source in {one.blocks.source for one in weights if isinstance(one, BlockWeight)}:
+        if source is not None:
+            source.release()
 
 
 class Holding:

@@ -15,7 +15,7 @@ from selfspec.errors import UnsupportedModelError
 from selfspec.kernels.rounding import rounded
 from selfspec.model import attention_backends as backends
 from selfspec.model.fingerprint import hidden_size_of
-from selfspec.model.gguf_blocks import BlockWeight, Holding
+from selfspec.model.gguf_blocks import BlockWeight, Holding, release
 from selfspec.model.kv_cache import PackedRows, Span
 from selfspec.model.refusals import replaced_forward
 from selfspec.model.row_groups import SHORT
@@ -71,6 +71,7 @@ def _whole_logits(split: SplitModel, tokens: Tensor) -> Tensor:
     whole = make_twin(split.model)
     cache = {"past_key_values": _RoundingCache(), "use_cache": True} if split.rounds else {"use_cache": False}
     logits: Tensor = whole(input_ids=tokens, **cache).logits
+    release(split.model.parameters())
     return logits.float()
 
 

@@ -12,21 +12,23 @@ from hypothesis import strategies as st
 
 from selfspec.executors.cpu.packed import Packed
 from selfspec.kernels import compiled_call as c
+from selfspec.kernels.dequantize import block_sizes, dequantized
 from selfspec.kernels.large_pages import LargePageAllocator
 from selfspec.kernels.rounding import rounded
-from selfspec.model.gguf_blocks import BLOCK_SIZES, Blocks, BlockWeight
+from selfspec.model.gguf_blocks import PACKABLE, Blocks, BlockWeight
 from selfspec.model.llama_weights import Linear
 from tests.model.test_packed import multiply
 
 gguf = pytest.importorskip("gguf")
-TYPES = sorted(BLOCK_SIZES)
-HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q8_0": [0], "Q4_K": [0, 2], "Q6_K": [208]}  # places of scales
+TYPES = sorted(PACKABLE)
+HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2]}
+HALVES |= {"Q6_K": [208], "Q2_K": [80, 82], "Q3_K": [108]}  # places of scales
 
 
 def random_blocks(kind, outputs, inputs, seed=0):
     """Blocks of random bytes with scales of either sign, and the weights that they stand for, in float32."""
     rng = np.random.default_rng(seed)
-    per_block, size = BLOCK_SIZES[kind]
+    per_block, size = block_sizes(kind)
     data = rng.integers(0, 256, (outputs, inputs // per_block, size), dtype=np.uint8)
     for at in HALVES[kind]:
         scales = (rng.normal(size=data.shape[:2]) * 0.05).astype(np.float16)
@@ -65,6 +67,12 @@ def check(packed, x, parts, threads=1):
     return got
 
 
+@pytest.mark.parametrize("kind", sorted(HALVES))
+def test_dequantised_weights_are_those_of_the_package_gguf(kind):
+    data, weight = random_blocks(kind, 5, 3 * block_sizes(kind)[0])
+    assert torch.equal(dequantized(data, kind), weight)
+
+
 @pytest.mark.parametrize("digits", [2, 3])
 @pytest.mark.parametrize("kind", TYPES)
 @given(
@@ -77,7 +85,7 @@ def check(packed, x, parts, threads=1):
 def test_products_are_those_of_the_files_weights_and_a_rows_bits_its_own(
     kind, digits, outputs, blocks, rows, threads, biased
 ):
-    inputs = blocks * BLOCK_SIZES[kind][0]
+    inputs = blocks * block_sizes(kind)[0]
     parts, in_blocks = zip(
         *[linear(kind, size, inputs, seed, biased, digits) for seed, size in enumerate(outputs)], strict=True
     )

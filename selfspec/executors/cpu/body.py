@@ -27,7 +27,7 @@ from selfspec.kernels.large_pages import LargePageAllocator
 from selfspec.kernels.layout import Norm
 from selfspec.model.draft_vocabulary import Subset
 from selfspec.model.exit_heads import ExitHeads
-from selfspec.model.gguf_blocks import BlockWeight
+from selfspec.model.gguf_blocks import BlockWeight, release
 from selfspec.model.kv_cache import PackedRows, PagedCache
 from selfspec.model.llama_weights import Layer, Linear, LlamaWeights
 
@@ -77,11 +77,11 @@ class CompiledBody:
         self._products = []
         for layer in self.layers:
             self._products.append(pack_layer(layer, Packed, memory))
-            _release([linear.weight for linear in layer.linears()])
+            release([linear.weight for linear in layer.linears()])
         self.packed_head = Packed([head], memory)
         untied = head.weight is not embedding and isinstance(embedding, BlockWeight)
         self._packed_embedding = Packed([Linear(embedding, None)], memory) if untied else None
-        _release([head.weight, embedding])
+        release([head.weight, embedding])
         self.rounded = RoundedLayers(self.layers, head)
         self._norms = [[n and self._copied(n.weight, n.offset) for n in x.norms] for x in self.layers]
         self._structs: WeakKeyDictionary[PagedCache, tuple[Any, Any, dict[int, Any]]] = WeakKeyDictionary()
@@ -356,14 +356,6 @@ class CompiledBody:
         if count not in known:
             known[count] = self.rounded.structs(layers, count)
         return model, known[count]
-
-
-def _release(weights: Sequence[Tensor]) -> None:
-    """Give back the memory of the file's pages that these weights are mapped from."""
-    sources = {w.blocks.source for w in weights if isinstance(w, BlockWeight)} - {None}
-    for source in sources:
-        if source is not None:
-            source.release()
 
 
 def _eps_of(layer: Layer) -> list[float | None]:
