@@ -19,7 +19,8 @@ def _all(names: str, kind: Any) -> list[tuple[str, Any]]:
 
 
 FULL, HALF, AMX, PAIRS, INT4, MIXED = range(6)  # formats of packed weights: see `cpu/product.h`
-BLOCKS = {name: MIXED + 1 + i for i, name in enumerate(("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K"))}
+_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+BLOCKS = {name: MIXED + 1 + i for i, name in enumerate(_TYPES)}
 """The formats of blocks, by their type in GGUF files."""
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}  # of the MLP: `Activation` in `cpu/model.h`
 

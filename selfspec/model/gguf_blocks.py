@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from selfspec.kernels.dequantize import block_sizes, dequantized
+from selfspec.kernels.dequantize import TYPES, block_sizes, dequantized
 from selfspec.kernels.rounding import rounded
 from selfspec.model.mapped_file import MappedFile
 
-PACKABLE = ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K")  # types that compiled products read
 CHUNK = 1 << 20  # weights that are dequantised at once, so that they stay in the processor's cache
 _aten = torch.ops.aten
 
@@ -39,7 +38,7 @@ class Blocks(NamedTuple):
     @property
     def is_packable(self) -> bool:
         """Whether compiled products read blocks of this type."""
-        return self.type in PACKABLE
+        return self.type in TYPES
 
     @property
     def shape(self) -> torch.Size:

@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 
 from selfspec.executors.cpu.packed import Packed
 from selfspec.kernels import compiled_call as c
+from selfspec.kernels.dequantize import TYPES as KNOWN
 from selfspec.kernels.dequantize import block_sizes, dequantized
 from selfspec.kernels.large_pages import LargePageAllocator
 from selfspec.kernels.rounding import rounded
-from selfspec.model.gguf_blocks import PACKABLE, Blocks, BlockWeight
+from selfspec.model.gguf_blocks import Blocks, BlockWeight
 from selfspec.model.llama_weights import Linear
 from tests.model.test_packed import multiply
 
 gguf = pytest.importorskip("gguf")
-TYPES = sorted(PACKABLE)
+TYPES = sorted(KNOWN)
 HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2]}
 HALVES |= {"Q6_K": [208], "Q2_K": [80, 82], "Q3_K": [108]}  # places of scales
 

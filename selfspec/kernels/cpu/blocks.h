@@ -238,7 +238,7 @@ static inline Ints integers(const char* block, int half, int j, int part) {
     int64_t lane = half * LANES * 4;
     if (KIND == Q8_0) return (Ints)load(block + (2 * j + part) * PANEL * 4 + lane);
     Ints both = (Ints)load(block + j * PANEL * 4 + lane), four = (part ? both >> 4 : both) & 0x0f0f0f0f;
-    if (KIND == Q5_0) return four | ((Ints)load(block + REST + lane) >> (4 * part + j) & 0x01010101) << 4;
+    if (shape_of(KIND).bits == 5) return four | ((Ints)load(block + REST + lane) >> (4 * part + j) & 0x01010101) << 4;
     if (KIND == Q6_K) return four | ((Ints)load(block + REST + part * PANEL * 4 + lane) >> 2 * j & 0x03030303) << 4;
     return four;
 }
@@ -254,7 +254,7 @@ static inline Scales scales_of(const char* block, const char* super, int half, i
     const char* own = block + S.numbers() * PANEL;
     int64_t lane = half * LANES;
     auto less = [](Vec scale) { return scale * float(-S.offset); };
-    if (KIND == Q4_K) {
+    if (S.super == 4) {
         Vec scale = half_floats(super + lane * 2) * byte_floats<uint8_t>(own + lane);
         return {scale, half_floats(super + (PANEL + lane) * 2) * -byte_floats<uint8_t>(own + PANEL + lane)};
     }
@@ -263,7 +263,7 @@ static inline Scales scales_of(const char* block, const char* super, int half, i
         return {scale, less(scale)};
     }
     Vec scale = half_floats(own + lane * 2);
-    return {scale, KIND == Q4_1 ? half_floats(own + (PANEL + lane) * 2) : less(scale)};
+    return {scale, S.offset == 0 ? half_floats(own + (PANEL + lane) * 2) : less(scale)};
 }
 
 static inline Ints splat_word(const void* at) {
@@ -375,7 +375,9 @@ static BlocksTile tile_of_kind(int64_t kind, int64_t tokens) {
         case Q4_0: return blocks_tile<Q4_0, DIGITS>(tokens);
         case Q4_1: return blocks_tile<Q4_1, DIGITS>(tokens);
         case Q5_0: return blocks_tile<Q5_0, DIGITS>(tokens);
+        case Q5_1: return blocks_tile<Q5_1, DIGITS>(tokens);
         case Q4_K: return blocks_tile<Q4_K, DIGITS>(tokens);
+        case Q5_K: return blocks_tile<Q5_K, DIGITS>(tokens);
         case Q6_K: return blocks_tile<Q6_K, DIGITS>(tokens);
         default: return blocks_tile<Q8_0, DIGITS>(tokens);
     }

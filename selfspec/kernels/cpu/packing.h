@@ -23,7 +23,7 @@ struct OneBlock {
     uint8_t numbers[BLOCK], scales[2];
 };
 
-// Words of a file's block: four integers of 4, 6 or 8 bits in the bytes of a word.
+// Words of a file's block: four integers of 4, 5, 6 or 8 bits in the bytes of a word.
 struct Words {
     uint32_t four[WORDS], more[2];  // the lower 4 bits, or all 8, of inputs 4 k to 4 k + 3; further bits in packed order
     uint8_t scales[4], super[4];
@@ -40,16 +40,17 @@ template <int64_t KIND>
 static inline Words file_words(const uint8_t* blocks, int64_t block) {
     constexpr uint32_t FOUR = 0x0f0f0f0f;
     Words made = {};
-    if constexpr (KIND == Q4_0 || KIND == Q4_1 || KIND == Q5_0) {
-        constexpr int64_t START = KIND == Q4_0 ? 2 : KIND == Q4_1 ? 4 : 6;
+    constexpr BlockShape shape = shape_of(KIND);
+    if constexpr (!shape.super && shape.bits < 8) {
+        constexpr int64_t START = shape.scales + (shape.bits == 5 ? 4 : 0);
         const uint8_t* from = blocks + block * (START + 16);
         for (int64_t k = 0; k < 4; k++) {
             uint32_t both = word_at(from + START + 4 * k);
             made.four[k] = both & FOUR, made.four[4 + k] = both >> 4 & FOUR;
         }
-        std::memcpy(made.scales, from, KIND == Q4_1 ? 4 : 2);
-        if constexpr (KIND == Q5_0) {
-            uint32_t bits = word_at(from + 2);
+        std::memcpy(made.scales, from, shape.scales);
+        if constexpr (shape.bits == 5) {
+            uint32_t bits = word_at(from + shape.scales);
             // four bits, one in each byte
             auto spread = [bits](int64_t k) { return (bits >> 4 * k & 15) * 0x00204081u & 0x01010101u; };
             for (int64_t j = 0; j < 4; j++) made.more[0] |= spread(2 * j) << j | spread(2 * j + 1) << (4 + j);
@@ -58,14 +59,19 @@ static inline Words file_words(const uint8_t* blocks, int64_t block) {
         const uint8_t* from = blocks + block * 34;
         for (int64_t k = 0; k < WORDS; k++) made.four[k] = word_at(from + 2 + 4 * k) ^ 0x80808080u;
         std::memcpy(made.scales, from, 2);
-    } else if constexpr (KIND == Q4_K) {
-        const uint8_t *from = blocks + block / PER_SUPER * 144, *packed = from + 4;
+    } else if constexpr (shape.super == 4) {  // Q4_K and Q5_K: two scales of all, 12 bytes of scales, 32 of fifth bits
+        constexpr int64_t START = shape.bits == 5 ? 48 : 16;
+        const uint8_t *from = blocks + block / PER_SUPER * (START + 128), *packed = from + 4;
         int64_t b = block % PER_SUPER;
-        const uint8_t* four = from + 16 + b / 2 * BLOCK;
+        const uint8_t* four = from + START + b / 2 * BLOCK;
         std::memcpy(made.super, from, 4);
         made.scales[0] = b < 4 ? packed[b] & 63 : (packed[b + 4] & 15) | packed[b - 4] >> 6 << 4;
         made.scales[1] = b < 4 ? packed[b + 4] & 63 : packed[b + 4] >> 4 | packed[b] >> 6 << 4;
-        for (int64_t k = 0; k < WORDS; k++) made.four[k] = word_at(four + 4 * k) >> b % 2 * 4 & FOUR;
+        for (int64_t k = 0; k < WORDS; k++) {
+            made.four[k] = word_at(four + 4 * k) >> b % 2 * 4 & FOUR;
+            if constexpr (shape.bits == 5)
+                made.more[0] |= (word_at(from + 16 + 4 * k) >> b & 0x01010101u) << (k % 2 * 4 + k / 2);
+        }
     } else {  // Q6_K: 128 bytes of four bits, 64 of two, 16 scales and a scale of all
         const uint8_t* from = blocks + block / PER_SUPER * 210;
         int64_t b = block % PER_SUPER, half = b / 4, part = b % 4;
@@ -88,7 +94,7 @@ static inline void put_words(const Words& from, char* panel, int64_t block, int6
     constexpr BlockShape shape = shape_of(KIND);
     char* super = panel + PANEL * (block / PER_SUPER) * (PER_SUPER * shape.bytes() + shape.super);
     char *own = super + PANEL * (shape.super + block % PER_SUPER * shape.bytes()), *lane = own + output * 4;
-    constexpr int64_t ROW = PANEL * 4, WIDE = KIND == Q4_K || KIND == Q6_K ? 1 : 2;  // WIDE: bytes of a scale
+    constexpr int64_t ROW = PANEL * 4, WIDE = shape.super ? 1 : 2;  // WIDE: bytes of a scale
     if constexpr (shape.bits == 8) {
         for (int64_t k = 0; k < WORDS; k++) put_word(lane + k * ROW, from.four[k]);
     } else {
@@ -114,8 +120,10 @@ static void pack_panel(int64_t kind, const uint8_t* const* rows, int64_t blocks,
         case Q4_0: return pack_panel<Q4_0>(rows, blocks, panel);
         case Q4_1: return pack_panel<Q4_1>(rows, blocks, panel);
         case Q5_0: return pack_panel<Q5_0>(rows, blocks, panel);
+        case Q5_1: return pack_panel<Q5_1>(rows, blocks, panel);
         case Q8_0: return pack_panel<Q8_0>(rows, blocks, panel);
         case Q4_K: return pack_panel<Q4_K>(rows, blocks, panel);
+        case Q5_K: return pack_panel<Q5_K>(rows, blocks, panel);
         default: return pack_panel<Q6_K>(rows, blocks, panel);
     }
 }

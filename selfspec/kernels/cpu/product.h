@@ -18,7 +18,7 @@ constexpr int PANEL = 2 * LANES;
 enum After { STORE, ADD, SWIGLU, GEGLU };
 // AMX: packed as HALF, multiplied as in amx.h. From INT4 on: blocks, see blocks.h. INT4: as Q4_0, for drafts, with
 // activations of one byte. MIXED: every panel has a kind of its own.
-enum Kind { FULL, HALF, AMX, PAIRS, INT4, MIXED, Q4_0, Q4_1, Q5_0, Q8_0, Q4_K, Q6_K };
+enum Kind { FULL, HALF, AMX, PAIRS, INT4, MIXED, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K };
 
 constexpr int64_t DEEP = 32;  // inputs per AMX step; `depth` is `in` padded to a multiple of it
 
@@ -37,7 +37,9 @@ static constexpr BlockShape shape_of(int64_t kind) {
     return kind == Q4_0 || kind == INT4 ? BlockShape{4, 8, 2, 0}
            : kind == Q4_1 ? BlockShape{4, 0, 4, 0}
            : kind == Q5_0 ? BlockShape{5, 16, 2, 0}
+           : kind == Q5_1 ? BlockShape{5, 0, 4, 0}
            : kind == Q4_K ? BlockShape{4, 0, 2, 4}
+           : kind == Q5_K ? BlockShape{5, 0, 2, 4}
            : kind == Q6_K ? BlockShape{6, 32, 2, 2}
                           : BlockShape{8, 128, 2, 0};  // Q8_0
 }

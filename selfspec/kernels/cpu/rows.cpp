@@ -25,9 +25,9 @@ static void numbers_of(int64_t kind, const char* block, int64_t output, uint32_t
         }
         uint32_t both = word(j);
         for (int64_t part = 0; part < 2; part++) {
-            uint32_t more = kind == Q5_0   ? word(4) >> (4 * part + j) & 0x01010101
-                            : kind == Q6_K ? word(4 + part) >> 2 * j & 0x03030303
-                                           : 0;
+            uint32_t more = shape_of(kind).bits == 5 ? word(4) >> (4 * part + j) & 0x01010101
+                            : kind == Q6_K           ? word(4 + part) >> 2 * j & 0x03030303
+                                                     : 0;
             words[2 * j + part] = (both >> 4 * part & 0x0f0f0f0f) | more << 4;
         }
     }
@@ -38,7 +38,7 @@ static void dequantise(const Product& p, int64_t output, float* out) {
     int64_t kind = kind_of(p, output / PANEL), lane = output % PANEL, size = BLOCK / 2;
     BlockShape shape = shape_of(kind);
     const char *block = p.packed + panel_at(p, output / PANEL), *super = block;
-    bool has_minimum = kind == Q4_1 || kind == Q4_K;
+    bool has_minimum = shape.offset == 0;
     for (int64_t b = 0; b < p.in / BLOCK; b++, block += shape.bytes() * PANEL, out += BLOCK) {
         if (shape.super && b % PER_SUPER == 0) super = block, block += shape.super * PANEL;
         const char* scales = block + shape.numbers() * PANEL;
@@ -46,18 +46,18 @@ static void dequantise(const Product& p, int64_t output, float* out) {
         if (kind == Q6_K) {
             for (int half = 0; half < 2; half++)
                 scale[half] = half_float(super + lane * 2) * int8_t(scales[half * PANEL + lane]);
-        } else if (kind == Q4_K) {
+        } else if (shape.super == 4) {
             scale[0] = scale[1] = half_float(super + lane * 2) * uint8_t(scales[lane]);
             minimum = -(half_float(super + (PANEL + lane) * 2) * uint8_t(scales[PANEL + lane]));
         } else {
             scale[0] = scale[1] = half_float(scales + lane * 2);
-            if (kind == Q4_1) minimum = half_float(scales + (PANEL + lane) * 2);
+            if (has_minimum) minimum = half_float(scales + (PANEL + lane) * 2);
         }
         uint32_t words[WORDS];
         numbers_of(kind, block, lane, words);
         uint8_t numbers[BLOCK];
         std::memcpy(numbers, words, sizeof numbers);
-        int offset = has_minimum ? 0 : int(shape.offset);
+        int offset = int(shape.offset);
         for (int half = 0; half < 2; half++)
             for (int64_t i = half * size; i < (half + 1) * size; i++)
                 out[i] = float(numbers[i] - offset) * scale[half] + minimum;
