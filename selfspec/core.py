@@ -37,6 +37,7 @@ StoppingCriterion = Callable[[Any, Any], Any]  # (token ids [1, length], None) -
 DRAFTERS = ("exit", "lookup", "copies")
 DEFAULT_MAX_TOKENS = 128
 MAX_LOGPROBS = 20
+MAX_BIAS = 100
 MAX_NGRAM = 1 << 16
 MIN_TEMPERATURE = 1e-6
 LOOKUP = 0  # the exit layer of drafts by lookup: no layer drafts, all layers verify
@@ -50,7 +51,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "frequency_penalty": (lambda x: -2 <= x <= 2, "a number in [-2, 2] (0 changes nothing)"),
 }
 COUNTS = {"max_tokens": (1, None), "top_k": (0, None), "no_repeat_ngram_size": (0, MAX_NGRAM), "n": (1, None)}
-COUNTS |= {"logprobs": (0, MAX_LOGPROBS), "prompt_logprobs": (0, MAX_LOGPROBS)}
+COUNTS |= {"min_tokens": (0, None), "logprobs": (0, MAX_LOGPROBS), "prompt_logprobs": (0, MAX_LOGPROBS)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +69,15 @@ class SamplingParams:
         seed: of the noise that sampling adds. The output depends on prompt, parameters and seed alone.
         stop: texts that end the output; they are not part of it.
         stop_token_ids: further tokens that end the output; they are part of `token_ids`.
+        include_stop_str_in_output: the text that ended the output is part of it.
         ignore_eos: write on after an end-of-text token.
+        min_tokens: no end-of-text or stop token, and no text of `stop`, ends the output before so many new tokens.
+        skip_special_tokens: leave special tokens, such as an end of text, out of the text.
         repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in prompt or output; 1.
         presence_penalty: is subtracted from the logits of tokens in the output, in [-2, 2]; 0.
         frequency_penalty: the same, once for every time that a token is there; 0.
         no_repeat_ngram_size: no n-gram of this size occurs twice in prompt and output; 0 allows all.
+        logit_bias: by token id, what is added to its logit, in [-100, 100], after penalties and before filters.
         logprobs: return the log-probability of every new token, and of this many of the likeliest; at most 20.
         prompt_logprobs: the same of every prompt token but the first, in `RequestOutput.prompt_logprobs`.
         n: outputs per prompt. Output i has the seed `seed + i`.
@@ -94,11 +99,15 @@ class SamplingParams:
     seed: int = 0
     stop: str | abc.Sequence[str] | None = None
     stop_token_ids: abc.Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     no_repeat_ngram_size: int | None = None
+    logit_bias: abc.Mapping[int, float] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1
@@ -122,8 +131,12 @@ class SamplingParams:
                 raise ValueError(f"{name} must be at most {most}, got {value}")
         if not -(1 << 63) <= whole("seed", self.seed) < 1 << 63:
             raise ValueError(f"seed must be a 64-bit integer, got {self.seed}")
-        flag("speculative", self.speculative)
-        flag("ignore_eos", self.ignore_eos)
+        for name in ("speculative", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            flag(name, getattr(self, name))
+        for token, bias in (self.logit_bias or {}).items():
+            whole("a token id of logit_bias", token, 0)
+            if not (is_number(bias) and -MAX_BIAS <= bias <= MAX_BIAS):
+                raise ValueError(f"logit_bias must be numbers in [-{MAX_BIAS}, {MAX_BIAS}] by token id, {got(bias)}")
         texts: Any = self.stops
         for text in texts:
             if not isinstance(text, str) or not text:

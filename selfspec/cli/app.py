@@ -129,7 +129,8 @@ def _selfspec(
         )
 
 
-LIMITS = [one.name for one in fields(ServerConfig) if one.name not in ("max_num_seqs", "max_num_cached_tokens")]
+OF_BATCHES = ("chat_template", "max_model_len", "max_num_cached_tokens", "max_num_seqs")
+LIMITS = [one.name for one in fields(ServerConfig) if one.name not in OF_BATCHES]
 corpora = typer.Typer(help=CORPUS_HELP)
 app.command("generate", help=GENERATE_HELP)(command(generate))
 app.command("chat", help=CHAT_HELP)(command(chat, without=("n", "logprobs")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -51,13 +52,8 @@ def batch(
             from selfspec.serving.batch_files import read_lines
 
         size, unlimited = config.max_num_seqs or MAX_NUM_SEQS, cast(dict[str, Any], UNLIMITED)
-        config = ServerConfig(
-            model=served_model_name or model,
-            max_num_seqs=size,
-            max_num_cached_tokens=config.max_num_cached_tokens,
-            max_body_bytes=1 << 40,
-            **unlimited,
-        )
+        name = served_model_name or model
+        config = replace(config, model=name, max_num_seqs=size, max_body_bytes=1 << 40, **unlimited)
         make_llm = partial(open_llm, model, options, speculative, max_num_seqs=size)
         is_parquet = output.suffix == PARQUET
         with _opened(output.with_name(output.name + ".jsonl") if is_parquet else output) as answers:

@@ -29,10 +29,12 @@ class PieceCutter:
     """Cuts a sequence's rounds into pieces. Without the rejected ones they add up to the sequence's text."""
 
     def __init__(self, tokenizer: Any, request: Request) -> None:
-        from selfspec.decoding.stopping import TextStream
+        from selfspec.decoding.stopping import TextRules, TextStream
 
         self._tokenizer = tokenizer
-        self._stream = TextStream(tokenizer, request.prompt_token_ids, request.params.stops)
+        self._stream = TextStream(
+            tokenizer, request.prompt_token_ids, request.params.stops, TextRules.of(request.params)
+        )
         self._context = request.prompt_token_ids[-CONTEXT:]
 
     def pieces(self, row: RowRound) -> list[Piece]:

@@ -68,6 +68,8 @@ def check_request(request: Request, split: SplitModel, has_tokenizer: bool) -> N
     if request.params.stop and not has_tokenizer:
         raise ValueError("stop needs a tokenizer to turn tokens into text; load with tokenizer=...")
     limit, vocab = split.context_limit, split.vocab_size
+    if any(token >= vocab for token in request.params.logit_bias or ()):
+        raise ValueError(f"logit_bias must name token ids in 0..{vocab - 1}, the model's vocabulary")
     if not all(0 <= token < vocab for token in request.prompt_token_ids):
         wrong = next(token for token in request.prompt_token_ids if not 0 <= token < vocab)
         raise ValueError(f"a prompt's token ids must lie in 0..{vocab - 1}, the model's vocabulary, got {wrong}")

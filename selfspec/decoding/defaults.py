@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from transformers.generation import logits_process as lp
 
 from selfspec.core import Request, SamplingParams
+from selfspec.decoding.logit_rules import with_logit_rules
 from selfspec.errors import whole
 
 FILTERS = (lp.TemperatureLogitsWarper, lp.TopKLogitsWarper, lp.TopPLogitsWarper, lp.MinPLogitsWarper)
@@ -154,6 +155,9 @@ class GenerationDefaults:
             ValueError: a setting that is not served, with its name; a value out of range; a prompt that leaves no token
                 of `max_length`; stop strings without a tokenizer.
         """
+        return with_logit_rules(self._completed(request))
+
+    def _completed(self, request: Request) -> Request:
         over = request.params.generation_config
         if over is False:
             return request

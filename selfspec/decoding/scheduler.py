@@ -13,7 +13,7 @@ from selfspec.core import Request, Sequence
 from selfspec.decoding.checks import check_request
 from selfspec.decoding.outputs import SpecStats
 from selfspec.decoding.prefix_cache import PrefixCache, Reserved
-from selfspec.decoding.stopping import SequenceText, Stopper
+from selfspec.decoding.stopping import SequenceText, Stopper, TextRules
 from selfspec.drafting.lookup import RowLookup, Texts
 from selfspec.errors import CacheFullError
 from selfspec.model.kv_cache import PagedCache
@@ -65,7 +65,9 @@ class Scheduler:
         params, prompt = request.params, request.prompt_token_ids
         most = min(request.max_tokens, self._split.context_limit - len(prompt))
         eos = frozenset() if params.ignore_eos else request.eos_token_ids
-        text = None if self._tokenizer is None else SequenceText(self._tokenizer, prompt, params.stops)
+        text = None
+        if self._tokenizer is not None:
+            text = SequenceText(self._tokenizer, prompt, params.stops, TextRules.of(params))
         ends = frozenset(params.stop_token_ids or ())
         self._next_id += 1
         return Sequence(

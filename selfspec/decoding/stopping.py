@@ -8,7 +8,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from selfspec.core import FinishReason, StoppingCriterion
+from selfspec.core import FinishReason, SamplingParams, StoppingCriterion
+
+
+class TextRules(NamedTuple):
+    """What is text of the tokens, besides the stop strings."""
+
+    includes_stop: bool = False  # a stop string that is found is part of the text
+    skips_special_tokens: bool = True
+    min_tokens: int = 0  # no stop string is looked for in the text before so many tokens
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> TextRules:
+        """Those of a request."""
+        return cls(params.include_stop_str_in_output, params.skip_special_tokens, params.min_tokens)
+
+
+DEFAULT_RULES = TextRules()
 
 
 class TextStream:
@@ -21,8 +37,11 @@ class TextStream:
     CONTEXT = 6
     MOST_CONTEXT = 64
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
+    def __init__(
+        self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = (), rules: TextRules = DEFAULT_RULES
+    ) -> None:
+        self._tokenizer, self._stop, self._rules = tokenizer, tuple(stop), rules
+        self._num_pushed = 0
         self._ids, self._start = list(prompt[-self.MOST_CONTEXT :]), 0
         start = max(0, len(self._ids) - self.CONTEXT)
         while start > 0 and self._decode(self._ids[start:]).startswith("\ufffd"):
@@ -36,11 +55,14 @@ class TextStream:
         self.found: str | None = None  # the stop string that ended the text
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        skips = self._rules.skips_special_tokens
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skips, clean_up_tokenization_spaces=False))
 
     def push(self, tokens: Iterable[int], last: bool = False) -> str:
         """Add tokens; return the text that is now certain. Stop strings are cut off, with all that follows."""
+        known = len(self._ids)
         self._ids += tokens
+        self._num_pushed += len(self._ids) - known
         text = self._decode(self._ids[self._start :])
         if len(text) > len(self._seen) and (last or not text.endswith("\ufffd")):
             self._held += text[len(self._seen) :]
@@ -49,12 +71,14 @@ class TextStream:
         return self._release(last)
 
     def _release(self, last: bool) -> str:
-        cuts = [(at, s) for s in self._stop if (at := self._held.find(s)) >= 0]
+        stop = self._stop if self._num_pushed >= self._rules.min_tokens else ()
+        cuts = [(at, s) for s in stop if (at := self._held.find(s)) >= 0]
         if cuts:
             at, self.found = min(cuts)
-            certain, self._held = self._held[:at], ""
+            kept = at + len(self.found) if self._rules.includes_stop else at
+            certain, self._held = self._held[:kept], ""
             return certain
-        keep = 0 if last else max((_overlap(self._held, s) for s in self._stop), default=0)
+        keep = 0 if last else max((_overlap(self._held, s) for s in stop), default=0)
         certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return certain
 
@@ -71,11 +95,13 @@ class SequenceText:
 
     Args:
         prompt: what the text goes on from.
-        stop: see `TextStream`.
+        stop, rules: see `TextStream`.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
-        self._tokenizer, self._prompt, self._stop = tokenizer, prompt, stop
+    def __init__(
+        self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = (), rules: TextRules = DEFAULT_RULES
+    ) -> None:
+        self._tokenizer, self._prompt, self._stop, self._rules = tokenizer, prompt, stop, rules
         self._stream: TextStream | None = None  # of the blocks that were read
         self._blocks: list[tuple[Sequence[int], bool]] = []  # tokens, and whether none follow
         self._pieces: list[str] = []  # of those that were read
@@ -114,7 +140,8 @@ class SequenceText:
         """All that is certain."""
         if not self._blocks:
             return ""
-        if not self._pieces and self._blocks[-1][1]:  # nobody has read it as it came: at once is faster
+        is_whole = self._blocks[-1][1] and not self._rules.min_tokens
+        if is_whole and not self._pieces:  # nobody has read it as it came: at once is faster
             text = self._new_stream().push([token for tokens, _ in self._blocks for token in tokens], last=True)
             if "\ufffd" not in text:  # how a broken character is shown may depend on the blocks
                 return text
@@ -122,7 +149,7 @@ class SequenceText:
         return "".join(self._pieces)
 
     def _new_stream(self) -> TextStream:
-        return TextStream(self._tokenizer, self._prompt, self._stop)
+        return TextStream(self._tokenizer, self._prompt, self._stop, self._rules)
 
 
 class TextDelta(NamedTuple):

@@ -14,7 +14,7 @@ from selfspec.serving.calls import Call
 from selfspec.serving.config import ServerConfig
 from selfspec.serving.loop import EngineLoop, EngineUpdate, Load
 from selfspec.serving.metrics import Metrics
-from selfspec.serving.protocol import Refusal
+from selfspec.serving.refusal import Refusal
 
 LONGEST_RETRY = 60  # the longest time that a client is asked to wait, in seconds
 SMOOTHING = 0.1  # weight of the last call in the mean of their seconds
@@ -30,7 +30,7 @@ class Dispatcher:
 
     def __init__(self, llm: LLM, config: ServerConfig, metrics: Metrics) -> None:
         self._config, self._metrics = config, metrics
-        self._loop = EngineLoop(llm, config, metrics, self._post)
+        self._loop = EngineLoop(llm, metrics, self._post)
         self._max_num_seqs = llm.max_num_seqs if config.max_num_seqs is None else config.max_num_seqs
         self._asyncio: asyncio.AbstractEventLoop | None = None
         self._open: dict[str, Call] = {}
@@ -41,18 +41,23 @@ class Dispatcher:
         self._has_stopped = True
         self.is_draining = False
         """Whether new calls are refused while those that run end."""
-        self.capacity = 0
-        """Tokens that the engine's cache holds."""
+        self.max_model_len = 0
+        """Most tokens of a prompt and its output, known once the engine is there."""
+        self._context = llm.target.split.context_limit
 
     async def start(self) -> None:
         """Make the engine and serve.
 
         Raises:
-            what `LLM.engine` raises.
+            ValueError: the cache does not hold `max_model_len` tokens; and what `LLM.engine` raises.
         """
         self._asyncio = asyncio.get_running_loop()
-        engine: LLMEngine = await asyncio.to_thread(self._loop.start)
-        self.capacity, self._has_stopped = engine.max_num_cached_tokens, False
+        most, cached = self._config.lengths(self._context, self._max_num_seqs)
+        engine: LLMEngine = await asyncio.to_thread(self._loop.start, self._max_num_seqs, cached)
+        if (held := engine.max_num_cached_tokens) < (self._config.max_model_len or 0):
+            await self.stop()
+            raise ValueError(f"max_num_cached_tokens must hold max_model_len tokens, {most}, and {held} are held")
+        self.max_model_len, self._has_stopped = min(most, held), False
 
     async def stop(self) -> None:
         """End the engine's thread; calls that are open end with an error."""

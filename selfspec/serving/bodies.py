@@ -12,7 +12,9 @@ from starlette.responses import Response
 
 from selfspec.decoding.outputs import Logprob
 from selfspec.serving.calls import Call, Choice
-from selfspec.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest, Refusal
+from selfspec.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from selfspec.serving.refusal import Refusal
+from selfspec.serving.token_texts import TokenTexts
 
 LEAST = -9999.0  # stands for log-probabilities that JSON has no number for
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
@@ -25,12 +27,14 @@ class Writer:
     Args:
         request: what the client sent.
         model: the name that answers bear.
+        tokens: the texts of single tokens.
     """
 
     kind, chunk_kind = "text_completion", "text_completion"
 
-    def __init__(self, request: GenerationRequest, call: Call, model: str) -> None:
+    def __init__(self, request: GenerationRequest, call: Call, model: str, tokens: TokenTexts) -> None:
         self.request, self.call, self.model, self.created = request, call, model, int(time())
+        self.tokens = tokens
 
     def choice(self, choice: Choice) -> dict[str, Any]:
         """An output, or a piece of it in a stream."""
@@ -44,23 +48,27 @@ class Writer:
     async def events(self) -> AsyncIterator[bytes]:
         """The answer as server-sent events: a chunk per output and program."""
         options = self.request.stream_options
-        usage: dict[str, Any] = {"usage": None} if options is not None and options.include_usage else {}
+        has_usage = options is not None and bool(options.include_usage)
+        continues = options is not None and bool(options.continuous_usage_stats)
         head = self._head(self.chunk_kind)
         try:
             async for pieces in self.call.changes():
                 body = []
                 for piece in pieces:
-                    chunk = head | {"choices": [self._choice(piece)]} | usage
-                    body.append(_event(chunk if piece.finish_reason is None else chunk | self._acceptance([piece])))
+                    chunk = head | {"choices": [self._choice(piece)]}
+                    if has_usage or continues:
+                        chunk |= {"usage": self._usage() if continues else None}
+                    body.append(event(chunk if piece.finish_reason is None else chunk | self._acceptance([piece])))
                 yield b"".join(body)
-            if usage:
-                yield _event(head | {"choices": [], "usage": self._usage()})
+            if has_usage:
+                yield event(head | {"choices": [], "usage": self._usage()})
         except Refusal as refusal:
-            yield _event(refusal.body)
+            yield event(refusal.body)
         yield b"data: [DONE]\n\n"
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.call.name, "object": kind, "created": self.created, "model": self.model}
+        head = {"id": self.call.name, "object": kind, "created": self.created, "model": self.model}
+        return head | {"system_fingerprint": None}
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         body = self.choice(choice)
@@ -85,45 +93,85 @@ class Writer:
         ]
         return {"selfspec": {"acceptance": body}}
 
+    def _prompt_logprobs(self, prompt: int) -> dict[str, Any]:
+        """Those of a prompt as vLLM shows them, by token id, where the client asks for them."""
+        if self.request.prompt_logprobs is None:
+            return {}
+        shown: list[dict[str, Any] | None] = []
+        for told in self.call.prompt_logprobs[prompt] or ():
+            shown.append(None if told is None else {str(token): self._by_id(token, own) for token, own in told.items()})
+        return {"prompt_logprobs": shown}
+
+    def _by_id(self, token: int, own: Logprob) -> dict[str, Any]:
+        return {"logprob": finite(own.logprob), "rank": own.rank, "decoded_token": self.tokens.text(token)}
+
+    def _text(self, token: int) -> str:
+        """A token as text; without a tokenizer, its id, as vLLM writes it."""
+        return f"token_id:{token}" if self.request.return_tokens_as_token_ids else self.tokens.text(token)
+
+    def _adds(self, token: int) -> bytes:
+        """What a token adds to the answer's text."""
+        is_left_out = self.tokens.is_special(token) and self.request.skip_special_tokens is not False
+        return b"" if is_left_out else self.tokens.encoded(token)
+
 
 class CompletionWriter(Writer):
     """Answers of /v1/completions.
 
     Args:
         texts: of the prompts, for `echo`.
-        tokenizer: gives tokens of the prompts as texts; None: there is none.
     """
 
     request: CompletionRequest
 
     def __init__(
-        self, request: CompletionRequest, call: Call, model: str, texts: Sequence[str], tokenizer: Any = None
+        self, request: CompletionRequest, call: Call, model: str, tokens: TokenTexts, texts: Sequence[str]
     ) -> None:
-        super().__init__(request, call, model)
-        self._texts, self._tokenizer = texts, tokenizer
-        self._offsets = [0] * len(call.choices)  # characters before the next piece
+        super().__init__(request, call, model, tokens)
+        self._texts = texts
+        self._offsets = [0] * len(call.choices)  # characters that are complete before the next token
+        self._parts = [b""] * len(call.choices)  # bytes of a character that the next tokens complete
 
     def choice(self, choice: Choice) -> dict[str, Any]:
         text, tokens, logprobs = choice.text, list(choice.token_ids), list(choice.logprobs or [])
         given: list[dict[int, Logprob] | None] = list(logprobs)
+        prompt = choice.index // self.call.params.n
         if self.request.echo and choice.num_read == 0:
-            prompt = choice.index // self.call.params.n
             text = self._texts[prompt] + text
             tokens = [*self.call.prompts[prompt], *tokens]
             given = [*(self.call.prompt_logprobs[prompt] or []), *logprobs]
-        shown = None if self.request.logprobs is None else self._logprobs(choice.index, tokens, given)
-        return {"text": text, "logprobs": shown}
+        shown = None if self.request.logprobs is None else self._logprobs(choice.index, text, tokens, given)
+        return {"text": text, "logprobs": shown} | self._prompt_logprobs(prompt)
 
-    def _logprobs(self, index: int, tokens: Sequence[int], given: Logprobs) -> dict[str, Any]:
+    def _logprobs(self, index: int, text: str, tokens: Sequence[int], given: Logprobs) -> dict[str, Any]:
         shown: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, likely in zip(tokens, given, strict=True):
-            text = _text(token, likely, self._tokenizer)
-            shown["tokens"].append(text)
-            shown["token_logprobs"].append(None if likely is None else _finite(likely[token].logprob))
-            shown["top_logprobs"].append(None if likely is None else _by_text(likely))
+            shown["tokens"].append(self._text(token))
+            shown["token_logprobs"].append(None if likely is None else finite(likely[token].logprob))
+            shown["top_logprobs"].append(None if likely is None else self._by_text(likely))
             shown["text_offset"].append(self._offsets[index])
-            self._offsets[index] += len(text)
+            added = self._adds(token)
+            if self.request.echo and not self._offsets[index] and not text.startswith(" "):
+                added = added.removeprefix(b" ")  # which some tokenizers put before a text
+            self._go_on(index, added)
         return shown
+
+    def _go_on(self, index: int, added: bytes) -> None:
+        """Count the characters that are complete with these bytes."""
+        held = self._parts[index] + added
+        text = held.decode("utf-8", "replace")
+        begun = min(3, len(held))
+        part = next((held[-n:] for n in range(begun, 0, -1) if _begins_character(held[-n:])), b"")
+        self._parts[index] = part
+        self._offsets[index] += len(text) - bool(part)
+
+    def _by_text(self, likely: dict[int, Logprob]) -> dict[str, float]:
+        """Of tokens that are the same text, the likeliest."""
+        body: dict[str, float] = {}
+        for token, one in likely.items():
+            text = self._text(token)
+            body[text] = max(body.get(text, LEAST), finite(one.logprob))
+        return body
 
 
 class ChatWriter(Writer):
@@ -132,50 +180,49 @@ class ChatWriter(Writer):
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     request: ChatRequest
 
+    def body(self) -> dict[str, Any]:
+        return super().body() | self._prompt_logprobs(0)
+
     def choice(self, choice: Choice) -> dict[str, Any]:
         message: dict[str, Any] = {"content": choice.text}
-        if not self.request.stream or choice.num_read == 0:
+        if not self.request.stream:
+            message = {"role": "assistant"} | message | {"refusal": None}
+        elif choice.num_read == 0:
             message = {"role": "assistant"} | message
-        logprobs = None if choice.logprobs is None else self._logprobs(choice.token_ids, choice.logprobs)
+        logprobs = None if choice.logprobs is None else {"content": self.logprobs(choice), "refusal": None}
         return {"delta" if self.request.stream else "message": message, "logprobs": logprobs}
 
-    def _logprobs(self, tokens: Sequence[int], given: Sequence[dict[int, Logprob]]) -> dict[str, Any]:
+    def logprobs(self, choice: Choice) -> list[dict[str, Any]]:
+        """Those of a piece, a token each."""
         shown, most = [], self.request.top_logprobs or 0
-        for token, likely in zip(tokens, given, strict=True):
+        for token, likely in zip(choice.token_ids, choice.logprobs or (), strict=True):
             ranked = sorted((one for one in likely.items() if one[1].rank), key=lambda one: one[1].rank or 0)
-            top = [_token(*pair) for pair in ranked[:most]]
-            shown.append(_token(token, likely[token]) | {"top_logprobs": top})
-        return {"content": shown}
+            top = [self._token(*pair) for pair in ranked[:most]]
+            shown.append(self._token(token, likely[token]) | {"top_logprobs": top})
+        return shown
+
+    def _token(self, token: int, own: Logprob) -> dict[str, Any]:
+        return {"token": self._text(token), "logprob": finite(own.logprob), "bytes": [*self._adds(token)]}
 
 
-def _token(token: int, logprob: Logprob) -> dict[str, Any]:
-    text = _text(token, {token: logprob})
-    return {"token": text, "logprob": _finite(logprob.logprob), "bytes": list(text.encode("utf-8", "replace"))}
+def _begins_character(data: bytes) -> bool:
+    """Whether bytes are a character of UTF-8 that lacks its end."""
+    try:
+        data.decode()
+    except UnicodeDecodeError as problem:
+        return problem.start == 0 and problem.reason == "unexpected end of data"
+    return False
 
 
-def _by_text(likely: dict[int, Logprob]) -> dict[str, float]:
-    """Of tokens that are the same text, the likeliest."""
-    body: dict[str, float] = {}
-    for token, one in likely.items():
-        text = _text(token, likely)
-        body[text] = max(body.get(text, LEAST), _finite(one.logprob))
-    return body
-
-
-def _text(token: int, logprobs: dict[int, Logprob] | None, tokenizer: Any = None) -> str:
-    """A token as text; without a tokenizer, its id, as vLLM writes it."""
-    known = None if logprobs is None else logprobs[token].decoded_token
-    if known is None and tokenizer is not None:
-        known = str(tokenizer.decode([token]))
-    return f"token_id:{token}" if known is None else known
-
-
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """A log-probability that JSON has a number for."""
     return max(logprob, LEAST) if math.isfinite(logprob) else LEAST
 
 
-def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + as_json(body) + b"\n\n"
+def event(body: dict[str, Any], name: str | None = None) -> bytes:
+    """A server-sent event."""
+    head = b"" if name is None else f"event: {name}\n".encode()
+    return head + b"data: " + as_json(body) + b"\n\n"
 
 
 class Json(Response):

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from selfspec.serving.bodies import Json
 from selfspec.serving.config import ServerConfig
-from selfspec.serving.protocol import Refusal
+from selfspec.serving.refusal import Refusal
 
 GUARDED = "/v1/"
 REQUEST_ID = "x-request-id"

@@ -9,7 +9,7 @@ from time import monotonic
 
 from selfspec.core import FinishReason, SamplingParams
 from selfspec.decoding.outputs import CompletionOutput, Logprob, RequestOutput, SpecStats
-from selfspec.serving.protocol import Refusal
+from selfspec.serving.refusal import Refusal
 
 PromptLogprobs = list[dict[int, Logprob] | None]
 
@@ -62,6 +62,7 @@ class Call:
         name: a text that no other call has.
         prompts: their token ids.
         params: for all of them.
+        max_length: most tokens of a prompt and an output.
         seconds: after which it is ended.
         drops_output: nobody wants new tokens: the engine decodes at least one, which is left out.
         streams: outputs are read while they grow, and not at the end alone.
@@ -72,12 +73,13 @@ class Call:
         name: str,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
+        max_length: int,
         seconds: float,
         drops_output: bool = False,
         streams: bool = True,
     ) -> None:
         self.name, self.prompts, self.params, self.streams = name, prompts, params, streams
-        self._drops_output = drops_output
+        self._max_length, self._drops_output = max_length, drops_output
         self.arrived = monotonic()
         self.deadline = self.arrived + seconds
         self.choices = [Choice(index) for index in range(self.num_rows)]
@@ -92,6 +94,11 @@ class Call:
     def num_rows(self) -> int:
         """Outputs."""
         return len(self.prompts) * self.params.n
+
+    def params_of(self, prompt: int) -> SamplingParams:
+        """Those of a prompt, whose outputs end at the length limit."""
+        most = self._max_length - len(self.prompts[prompt])
+        return self.params if (self.params.max_tokens or most + 1) <= most else replace(self.params, max_tokens=most)
 
     @property
     def num_prompt_tokens(self) -> int:

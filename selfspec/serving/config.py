@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from selfspec.errors import flag, got, is_number, whole
 
 ENV_API_KEY = "SELFSPEC_API_KEY"
+SEQUENCE_TOKENS = 2048  # for each output decoded together, where nobody names a number
+LONGEST = 1 << 15  # the longest context that the cache is made for, where nobody names a number
+PAGE = 256  # tokens that every size of a page divides
 LEAST_CACHED = 64  # tokens: a short prompt and its answer
 
 
@@ -18,8 +21,11 @@ class ServerConfig:
         model: the name that clients ask for.
         api_key: what clients of /v1 must send as a bearer token; default: nothing, and anybody is served.
         max_num_seqs: outputs decoded together; default: the LLM's, and 16 for `selfspec serve`.
+        max_model_len: most tokens of a prompt and its output, which the cache must hold. Default: the model's context,
+            as far as the cache holds it.
         max_num_cached_tokens: tokens whose keys and values fit at once, at least 64. Default: 2,048, or the
-            model's context, for each output decoded together.
+            model's context, for each output decoded together, and at least the model's context up to 32,768.
+        chat_template: a Jinja template, or a file that holds one, in place of the model's own.
         max_waiting_requests: outputs that may wait for a place; more are refused with 429.
         max_waiting_tokens: prompt tokens that may wait; a single request may exceed it while no other waits.
         request_timeout: seconds after which a request is ended, waiting included.
@@ -33,7 +39,9 @@ class ServerConfig:
     model: str = "selfspec"
     api_key: str | None = None
     max_num_seqs: int | None = None
+    max_model_len: int | None = None
     max_num_cached_tokens: int | None = None
+    chat_template: str | None = None
     max_waiting_requests: int = 256
     max_waiting_tokens: int = 1 << 18
     request_timeout: float = 600.0
@@ -45,7 +53,7 @@ class ServerConfig:
             text = getattr(self, name)
             if not (isinstance(text, str) and text) and not (name == "api_key" and text is None):
                 raise ValueError(f"{name} must be a text that is not empty, {got(text)}")
-        for name, least in (("max_num_seqs", 1), ("max_num_cached_tokens", LEAST_CACHED)):
+        for name, least in (("max_num_seqs", 1), ("max_model_len", 2), ("max_num_cached_tokens", LEAST_CACHED)):
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name), least)
         for name in ("max_waiting_requests", "max_waiting_tokens"):
@@ -54,3 +62,29 @@ class ServerConfig:
         if not (is_number(self.request_timeout) and self.request_timeout > 0):
             raise ValueError(f"request_timeout must be a number of seconds above 0, {got(self.request_timeout)}")
         flag("log_prompts", self.log_prompts)
+        if self.max_model_len and self.max_num_cached_tokens and self.max_model_len > self.max_num_cached_tokens:
+            raise ValueError(
+                f"max_model_len must be at most max_num_cached_tokens, {self.max_num_cached_tokens}, "
+                f"got {self.max_model_len}; lower one or raise the other"
+            )
+
+    def lengths(self, context: int, max_num_seqs: int) -> tuple[int, int]:
+        """Most tokens of a prompt and its output, and the cached tokens that hold them.
+
+        Args:
+            context: tokens that the model's context holds.
+            max_num_seqs: outputs decoded together.
+
+        Raises:
+            ValueError: the context is shorter than `max_model_len`.
+        """
+        if self.max_model_len is not None and self.max_model_len > context:
+            raise ValueError(f"max_model_len must be at most {context}, the model's context, got {self.max_model_len}")
+        most, cached = self.max_model_len or context, self.max_num_cached_tokens
+        if cached is not None:
+            return min(most, cached), cached
+        cached = max_num_seqs * min(context, SEQUENCE_TOKENS)
+        if self.max_model_len is None:
+            most = min(most, max(cached, LONGEST))
+        unit = PAGE * max_num_seqs  # whole pages, whatever their size
+        return most, -(-max(cached, most) // unit) * unit

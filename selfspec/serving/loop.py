@@ -16,9 +16,9 @@ from selfspec.decoding.engine import LLMEngine
 from selfspec.decoding.outputs import RequestOutput
 from selfspec.llm import LLM
 from selfspec.serving.calls import Call
-from selfspec.serving.config import ServerConfig
 from selfspec.serving.metrics import Metrics
-from selfspec.serving.protocol import CompletionRequest, Refusal
+from selfspec.serving.protocol import CompletionRequest
+from selfspec.serving.refusal import Refusal
 
 _log = logging.getLogger("selfspec.serving")
 MAX_UNSENT = 256  # outputs that no client waits for yet: handing over more at once would block the event loop
@@ -56,10 +56,8 @@ class EngineLoop:
         deliver: is given updates that somebody waits for, in the engine's thread, at most once per program.
     """
 
-    def __init__(
-        self, llm: LLM, config: ServerConfig, metrics: Metrics, deliver: Callable[[EngineUpdate], None]
-    ) -> None:
-        self._llm, self._config, self._metrics, self._deliver = llm, config, metrics, deliver
+    def __init__(self, llm: LLM, metrics: Metrics, deliver: Callable[[EngineUpdate], None]) -> None:
+        self._llm, self._metrics, self._deliver = llm, metrics, deliver
         self._commands: SimpleQueue[Command | None] = SimpleQueue()  # None: stop
         self._ready: Future[LLMEngine] = Future()
         self._thread = Thread(target=self._run, name="selfspec-engine", daemon=True)
@@ -67,12 +65,13 @@ class EngineLoop:
         self._unstarted: dict[str, int] = {}  # those that have no place yet, and their tokens
         self._update, self._load = EngineUpdate(), Load()
 
-    def start(self) -> LLMEngine:
-        """Make the engine, which may take seconds, and serve; the engine, of which only constants may be read.
+    def start(self, max_num_seqs: int, max_num_cached_tokens: int) -> LLMEngine:
+        """Make an engine of that size, which may take seconds, and serve; only its constants may be read.
 
         Raises:
             what `LLM.engine` raises.
         """
+        self._sizes = {"max_num_seqs": max_num_seqs, "max_num_cached_tokens": max_num_cached_tokens}
         self._thread.start()
         return self._ready.result()
 
@@ -94,10 +93,7 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
-            config = self._config
-            engine = self._llm.engine(
-                max_num_seqs=config.max_num_seqs, max_num_cached_tokens=config.max_num_cached_tokens
-            )
+            engine = self._llm.engine(**self._sizes)
         except BaseException as problem:
             self._ready.set_exception(problem)
             return
@@ -134,7 +130,7 @@ class EngineLoop:
         for index, prompt in enumerate(call.prompts):
             name = f"{call.name}/{index}"
             try:
-                engine.add_request(name, prompt, call.params)
+                engine.add_request(name, prompt, call.params_of(index))
             except Exception as problem:
                 self._fail(engine, call, refusal_of(problem))
                 return

@@ -1,103 +1,33 @@
-"""What clients send: OpenAI's request bodies with vLLM's additions, and `Refusal`, the error that they get.
+"""What clients send to /v1/completions and /v1/chat/completions: OpenAI's bodies with vLLM's additions.
 
-A field is honoured, or accepted at the value that asks for nothing, or refused by name. None is ignored.
+Their fields are honoured; `fields.py` has the class of every other one. `ChatRequest` is the internal request, too:
+the other routes that answer conversations translate theirs to it.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from selfspec.core import MAX_LOGPROBS, SamplingParams
+from selfspec.serving.fields import check_fields
+from selfspec.serving.refusal import Refusal
 
 COMPLETION_TOKENS = 16  # of a completion whose client names no length, as OpenAI has it
-CHAT_TOKENS = 1024  # of an answer, as far as the context holds them
 INT32 = (1 << 31) - 1
 MOST_STOPS = 64  # stop strings, which are all looked for after every token
 MOST_PARTS = 1 << 14  # prompts, messages, or parts of one: reading millions would hold up every other request
-
-# Fields that ask for what is not served, with the values that ask for nothing; null always does.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (True,),
-    "audio": (),
-    "best_of": (1,),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "guided_json": (),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1.0,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
-    "prediction": (),
-    "priority": (0,),
-    "prompt_logprobs": (),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
-    "return_tokens_as_token_ids": (False,),
-    "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "store": (False,),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "verbosity": ("medium",),
-    "web_search_options": (),
+MOST_BIASES = 1 << 10
+ROLES = {"developer": "system"}  # what other APIs call the roles that templates know
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # and their field
+SHAPES = {  # of fields that may have several, of which pydantic would name the first
+    "prompt": f"a text, a list of at most {MOST_PARTS} texts, a list of token ids, or a list of those",
+    "stop": f"a text, or a list of at most {MOST_STOPS} texts",
+    "messages": f"a list of 1 to {MOST_PARTS} messages, each with a role and a text, or texts in parts, as content",
 }
-UNUSED = ("metadata", "prompt_cache_key", "request_id", "safety_identifier", "user")  # they change no output
-
-
-class Refusal(Exception):
-    """An answer in OpenAI's error shape.
-
-    Args:
-        message: one sentence: what is wrong, what is allowed.
-        status: the HTTP status.
-        param: the field that is wrong, if one is.
-        code: OpenAI's word for it.
-        retry_after: seconds after which another try makes sense.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        status: int = 400,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.message, self.status, self.param, self.code, self.retry_after = message, status, param, code, retry_after
-
-    @property
-    def kind(self) -> str:
-        """OpenAI's type of the error."""
-        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-        return kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The answer."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Beside the answer."""
-        if self.status == 401:
-            return {"WWW-Authenticate": "Bearer"}
-        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
 
 
 class Body(BaseModel):
@@ -107,9 +37,12 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """`include_usage`: a last chunk without choices says how many tokens there were."""
+    """`include_usage`: a last chunk without choices says how many tokens there were; `continuous_usage_stats`: every
+    chunk says how many there are so far."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class GenerationRequest(Body):
@@ -119,6 +52,7 @@ class GenerationRequest(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
+    min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -127,14 +61,22 @@ class GenerationRequest(Body):
     n: Annotated[int, Field(ge=1)] | None = None
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=INT32)]], Field(fail_fast=True)] | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     no_repeat_ngram_size: int | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MOST_BIASES)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    add_special_tokens: bool | None = None
     speculative: Annotated[bool | None, Field(description="false: draft no token of this request")] = None
     return_acceptance: Annotated[bool | None, Field(description="say what was drafted and accepted")] = None
     return_token_ids: Annotated[bool | None, Field(description="add token ids to the choices")] = None
+    return_tokens_as_token_ids: Annotated[bool | None, Field(description="write them so in logprobs, too")] = None
 
     @property
     def num_likely(self) -> int | None:
@@ -143,16 +85,14 @@ class GenerationRequest(Body):
 
     def refuse_unserved(self) -> None:
         """Refuse the fields that ask for what is not served."""
-        parts = {"": self} if self.stream_options is None else {"": self, "stream_options.": self.stream_options}
-        for prefix, part in parts.items():
-            for name, value in (part.model_extra or {}).items():
-                if value is None or name in UNUSED or any(_same(value, one) for one in NEUTRAL.get(name, ())):
-                    continue
-                what = "is not supported" if name in NEUTRAL else "is no field of this request"
-                raise Refusal(f"{prefix}{name} {what}; leave it out", param=prefix + name, code="unsupported_parameter")
+        check_fields(self.model_extra or {})
+        if self.stream_options is not None:
+            check_fields(self.stream_options.model_extra or {}, "stream_options.")
         number = self.num_likely
         if number is not None and not 0 <= number <= MAX_LOGPROBS:
             raise Refusal(f"logprobs must lie in 0..{MAX_LOGPROBS}, got {number}", param="logprobs")
+        if self.prompt_logprobs is not None and self.stream:
+            raise Refusal("prompt_logprobs cannot be streamed; leave stream out", param="prompt_logprobs")
 
     def params(self, seed: int, max_tokens: int, vocab_size: int, **more: Any) -> SamplingParams:
         """How to continue the prompts.
@@ -165,13 +105,17 @@ class GenerationRequest(Body):
             top_k = 0
         if any(token >= vocab_size for token in self.stop_token_ids or ()):
             raise ValueError(f"stop_token_ids must lie in 0..{vocab_size - 1}, the model's vocabulary")
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop
         known = GenerationRequest.model_fields
-        settings = {one.name: getattr(self, one.name) for one in fields(SamplingParams) if one.name in known}
-        settings |= {"top_k": top_k, "seed": seed, "max_tokens": max_tokens, "stop": stop or None}
-        settings |= {"stop_token_ids": self.stop_token_ids or None, "ignore_eos": bool(self.ignore_eos)}
-        settings |= {"logprobs": self.num_likely, "n": self.n or 1, "speculative": self.speculative is not False}
-        return SamplingParams(**settings, **more)
+        given = {one.name: getattr(self, one.name) for one in fields(SamplingParams) if one.name in known}
+        settings = {name: value for name, value in given.items() if value not in (None, [])}  # these ask for nothing
+        settings |= {"top_k": top_k, "seed": seed, "max_tokens": max_tokens, "logit_bias": self._bias()}
+        return SamplingParams(**settings | {"logprobs": self.num_likely} | more)
+
+    def _bias(self) -> dict[int, float] | None:
+        """`logit_bias`, whose token ids are texts in JSON."""
+        if wrong := [name for name in self.logit_bias or () if not (name.isascii() and name.isdecimal())]:
+            raise ValueError(f"logit_bias must have token ids as names, got {wrong[0]!r}")
+        return {int(name): bias for name, bias in (self.logit_bias or {}).items()} or None
 
 
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
@@ -200,28 +144,35 @@ class CompletionRequest(GenerationRequest):
         return given if isinstance(given, list) and not (given and isinstance(given[0], int)) else [given]
 
 
-class Part(BaseModel):
-    """A part of a message's content; texts alone are served."""
+class Part(Body):
+    """A part of a message's content."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
-    type: Literal["text"]
-    text: str
+    type: str
 
 
-class Message(BaseModel):
+class Message(Body):
     """A message of a conversation; the model's chat template decides which further fields mean something."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
     role: str
-    content: str | Annotated[list[Part], Field(max_length=MOST_PARTS, fail_fast=True)] | None = None
+    content: str | Annotated[list[Part | str], Field(max_length=MOST_PARTS, fail_fast=True)] | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        """As chat templates take it: a content in parts is one text."""
-        fields = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+    def as_dict(self, name: str) -> dict[str, Any]:
+        """As chat templates take it: a content in parts is one text, none is an empty one, and the arguments of tool
+        calls are objects.
+
+        Args:
+            name: of the message, for a refusal.
+        """
+        fields = {key: value for key, value in (self.model_extra or {}).items() if value is not None}
+        calls = fields.get("tool_calls")
+        if isinstance(calls, list):
+            fields["tool_calls"] = [_with_object(call) for call in calls]
+            if not calls:
+                del fields["tool_calls"]
         content = self.content
         if isinstance(content, list):
-            content = "".join(part.text for part in content)
-        return {"role": self.role, "content": content, **fields}
+            content = "".join(_text_of(part, f"{name}.content[{i}]") for i, part in enumerate(content))
+        return {"role": ROLES.get(self.role, self.role), "content": content or "", **fields}
 
 
 class ChatRequest(GenerationRequest):
@@ -231,7 +182,12 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    echo: Literal[False] | None = None
 
     @property
     def num_likely(self) -> int | None:
@@ -241,7 +197,57 @@ class ChatRequest(GenerationRequest):
             return None
         return self.top_logprobs or 0
 
+    @property
+    def length(self) -> int | None:
+        """Most new tokens; None: as many as the context holds."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-def _same(value: Any, neutral: Any) -> bool:
-    """Whether they are equal, without taking 1 for True."""
-    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages, as chat templates take them.
+
+        Raises:
+            Refusal: a part that is no text.
+        """
+        return [message.as_dict(f"messages[{i}]") for i, message in enumerate(self.messages)]
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """What the chat template is given besides the messages."""
+        continues, prompts = bool(self.continue_final_message), self.add_generation_prompt
+        if continues and prompts:
+            raise Refusal(
+                "continue_final_message must be false where add_generation_prompt is true",
+                param="continue_final_message",
+            )
+        options: dict[str, Any] = {"add_generation_prompt": not continues if prompts is None else prompts}
+        options |= {"continue_final_message": True} if continues else {}
+        options |= {} if self.documents is None else {"documents": self.documents}
+        return options | ({} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort})
+
+
+def _text_of(part: Part | str, name: str) -> str:
+    """The text of a part of a content.
+
+    Raises:
+        Refusal: it is no text.
+    """
+    if isinstance(part, str):
+        return part
+    text = (part.model_extra or {}).get(TEXT_PARTS.get(part.type, ""))
+    if not isinstance(text, str):
+        what = "lacks its text" if part.type in TEXT_PARTS else f"is {part.type!r}, and this model reads text alone"
+        raise Refusal(f"{name} {what}; send parts of type text", param="messages", code="unsupported_content")
+    return text
+
+
+def _with_object(call: Any) -> Any:
+    """A tool call, its arguments as the object that their text stands for, if it does."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        made = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": made}} if isinstance(made, dict) else call

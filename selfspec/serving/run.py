@@ -13,9 +13,9 @@ from typing import Any
 import uvicorn
 
 from selfspec.llm import LLM
-from selfspec.serving.admission import Dispatcher
 from selfspec.serving.app import create_app
 from selfspec.serving.config import ServerConfig
+from selfspec.serving.server import Server
 
 SECONDS_IDLE = 75  # before a connection without a request is closed; clients close theirs sooner (httpx after 5 s)
 SECONDS_TO_SEND = 5  # that connections have for what is left of their answers, once no request runs
@@ -38,7 +38,8 @@ class DrainingServer(uvicorn.Server):
         options: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "lifespan": "off"}
         options |= {"timeout_graceful_shutdown": SECONDS_TO_SEND, "timeout_keep_alive": SECONDS_IDLE}
         super().__init__(uvicorn.Config(app, **options))
-        self._dispatcher: Dispatcher = app.state.server.dispatcher
+        self._server: Server = app.state.server
+        self._dispatcher = self._server.dispatcher
         self._model, self._seconds, self._say = config.model, config.request_timeout, say
         self._stops_at: float | None = None
         self._signal: int | None = None  # the first that it got
@@ -58,7 +59,7 @@ class DrainingServer(uvicorn.Server):
             raise KeyboardInterrupt
 
     async def startup(self, sockets: Any = None) -> None:
-        await self._dispatcher.start()
+        await self._server.start()
         await super().startup(sockets)
         self._say(f"serving {self._model} at {self.url}")
 

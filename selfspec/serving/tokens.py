@@ -8,7 +8,8 @@ from inspect import signature
 from typing import Any, TypeVar
 
 from selfspec.llm import LLM
-from selfspec.serving.protocol import ChatRequest, Refusal
+from selfspec.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from selfspec.serving.refusal import Refusal, too_long
 
 SHORT = 4096  # characters that are tokenized at once, without a thread
 Value = TypeVar("Value")
@@ -19,45 +20,47 @@ class Reader:
 
     Args:
         llm: whose tokenizer reads.
+        chat_template: a Jinja template; None: the tokenizer's own.
     """
 
-    def __init__(self, llm: LLM) -> None:
-        self._llm, self.tokenizer = llm, llm.tokenizer
-        self._vocab_size, self._context = llm.target.split.vocab_size, llm.target.split.context_limit
-        longest = 1 if llm.tokenizer is None else max(map(len, llm.tokenizer.get_vocab()))
-        self._most_characters = self._context * longest  # of a text that the context can hold
+    def __init__(self, llm: LLM, chat_template: str | None = None) -> None:
+        self._llm, self.tokenizer, self._template = llm, llm.tokenizer, chat_template
+        self._vocab_size = llm.target.split.vocab_size
+        self.max_model_len = llm.target.split.context_limit
+        """Most tokens of a prompt and its answer."""
+        self._longest_token = 1 if llm.tokenizer is None else max(map(len, llm.tokenizer.get_vocab()))
         self._one_at_a_time = asyncio.Lock()
         template: Any = getattr(llm.tokenizer, "apply_chat_template", None)
         self._own_names = {"messages"} if template is None else {"messages", *signature(template).parameters}
 
-    async def prompts(self, given: Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
+    async def prompts(self, request: CompletionRequest) -> list[list[int]]:
         """Token ids of every prompt.
 
         Raises:
             Refusal: an empty prompt, or a text that has none.
         """
+        given, is_cut = request.prompts, request.truncate_prompt_tokens is not None
         if not given:
             raise Refusal("prompt must not be empty", param="prompt")
         texts = [one for one in given if isinstance(one, str)]
         if texts and self.tokenizer is None:
             raise Refusal("prompt is a text, and this model has no tokenizer; send token ids", param="prompt")
         for text in texts:
-            self._check_text(text, "prompt")
-        for ids in given:
-            if not isinstance(ids, str) and len(ids) > self._context:
-                raise _too_long(len(ids), "tokens", self._context, "prompt")
-        made = await self._away(sum(map(len, texts)), lambda: [self._ids(one) for one in given])
-        if not all(made):
-            raise Refusal("prompt must have at least one token", param="prompt")
+            self._check_text(text, "prompt", is_cut)
+        options = {} if request.add_special_tokens is None else {"add_special_tokens": request.add_special_tokens}
+        made = await self._away(sum(map(len, texts)), lambda: [self._ids(one, options) for one in given])
+        made = [self._fitted(ids, request, "prompt") for ids in made]
         last = self._vocab_size - 1
         if any(min(ids) < 0 or max(ids) > last for ids in made):
             raise Refusal(f"prompt must hold token ids in 0..{last}, the model's vocabulary", param="prompt")
         return made
 
-    async def texts(self, given: Sequence[str] | Sequence[Sequence[int]]) -> list[str]:
-        """Every prompt as a text, as it was sent where it was one."""
-        size = sum(len(one) for one in given if not isinstance(one, str))
-        return await self._away(size, lambda: [self._text(one) for one in given])
+    async def texts(self, request: CompletionRequest, prompts: Sequence[Sequence[int]]) -> list[str]:
+        """Every prompt as a text, as it was sent where it was one and is not cut."""
+        given, skips = request.prompts, request.skip_special_tokens is not False
+        made = prompts if request.truncate_prompt_tokens is not None else given
+        size = sum(len(one) for one in made if not isinstance(one, str))
+        return await self._away(size, lambda: [one if isinstance(one, str) else self.text(one, skips) for one in made])
 
     async def chat(self, request: ChatRequest) -> list[int]:
         """Token ids of a conversation, up to where the model answers.
@@ -65,31 +68,49 @@ class Reader:
         Raises:
             Refusal: there is no chat template, or it refuses the conversation.
         """
-        messages = [message.as_dict() for message in request.messages]
+        messages, more = request.conversation, request.chat_template_kwargs or {}
         for message in messages:
-            self._check_text(str(message["content"] or ""), "messages")
+            self._check_text(message["content"], "messages", request.truncate_prompt_tokens is not None)
         size = sum(len(str(message)) for message in messages)
-        more = request.chat_template_kwargs or {}
         for name in more:
             if name in self._own_names:
                 where = "chat_template_kwargs"
                 raise Refusal(f"{where}.{name} is not for clients to choose; leave it out", param=where)
+        if request.add_special_tokens:
+            raise Refusal(
+                "add_special_tokens must be false in a chat, whose template writes them; leave it out",
+                param="add_special_tokens",
+            )
+        options = request.template_options | more
         try:
-            ids = await self._away(size, lambda: self._llm.chat_prompt(messages, **more))
+            ids = await self._away(size, lambda: self._llm.chat_prompt(messages, self._template, **options))
         except Exception as problem:  # templates are programs, which raise what they like
             reason = str(problem) or type(problem).__name__
             raise Refusal(f"the chat template refuses this conversation ({reason})", param="messages") from problem
+        return self._fitted(ids, request, "messages")
+
+    def text(self, prompt: Sequence[int], skips_special: bool = False) -> str:
+        """Token ids as a text."""
+        if self.tokenizer is None:
+            return ""
+        options = {"skip_special_tokens": skips_special, "clean_up_tokenization_spaces": False}
+        return str(self.tokenizer.decode(prompt, **options))
+
+    def _fitted(self, ids: list[int], request: GenerationRequest, name: str) -> list[int]:
+        """A prompt that leaves place for an answer, cut where the client asks for that."""
+        most = request.truncate_prompt_tokens
+        if most is not None:
+            most = self.max_model_len - 1 if most == -1 else most
+            ids = ids[:most] if request.truncation_side == "right" else ids[max(0, len(ids) - most) :]
         if not ids:
-            raise Refusal("messages must have at least one token", param="messages")
+            raise Refusal(f"{name} must have at least one token", param=name)
+        if len(ids) >= self.max_model_len:
+            raise too_long(len(ids), "tokens", self.max_model_len, name)
         return ids
 
-    def _ids(self, prompt: str | Sequence[int]) -> list[int]:
-        return [int(token) for token in (self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt)]
-
-    def _text(self, prompt: str | Sequence[int]) -> str:
-        if isinstance(prompt, str) or self.tokenizer is None:
-            return prompt if isinstance(prompt, str) else ""
-        return str(self.tokenizer.decode(prompt, clean_up_tokenization_spaces=False))
+    def _ids(self, prompt: str | Sequence[int], options: dict[str, Any]) -> list[int]:
+        found = self.tokenizer(prompt, **options)["input_ids"] if isinstance(prompt, str) else prompt
+        return [int(token) for token in found]
 
     async def _away(self, size: int, work: Callable[[], Value]) -> Value:
         """Do long work in another thread, one piece after another: tokenizers do not promise more."""
@@ -98,16 +119,10 @@ class Reader:
         async with self._one_at_a_time:
             return await asyncio.to_thread(work)
 
-    def _check_text(self, text: str, name: str) -> None:
-        if len(text) > self._most_characters:
-            raise _too_long(len(text), "characters", self._context, name)
+    def _check_text(self, text: str, name: str, is_cut: bool) -> None:
+        if len(text) > self.max_model_len * self._longest_token and not is_cut:  # no context can hold it
+            raise too_long(len(text), "characters", self.max_model_len, name)
         try:
             text.encode()
         except UnicodeEncodeError:
             raise Refusal(f"{name} holds half a character (a lone surrogate)", param=name) from None
-
-
-def _too_long(length: int, units: str, context: int, name: str) -> Refusal:
-    return Refusal(
-        f"{name} has {length} {units} and the model's context holds {context} tokens; shorten it", param=name
-    )

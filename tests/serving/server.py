@@ -82,7 +82,13 @@ class Served:
         self.http = httpx.Client(base_url=server.url, timeout=PATIENCE, verify=False)
 
     def complete(self, prompt="Hello", **fields):
-        return self.http.post("/v1/completions", json={"prompt": prompt, **fields})
+        """A completion, greedy where no temperature is named."""
+        return self.http.post("/v1/completions", json={"prompt": prompt, "temperature": 0, **fields})
+
+    def chat(self, text="Hi", **fields):
+        """A greedy answer to a text, or to `messages`."""
+        asked = {"messages": [{"role": "user", "content": text}], "temperature": 0, **fields}
+        return self.http.post("/v1/chat/completions", json=asked)
 
     def text(self, prompt="Hello", **fields):
         answer = self.complete(prompt, **fields)

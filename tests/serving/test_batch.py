@@ -65,9 +65,13 @@ def test_lines_of_every_shape_get_the_librarys_texts(run, folder, llm, tmp_path)
     body = {"model": "m", "prompt": "Hello", "max_tokens": 20, "temperature": 0.8, "seed": 5}
     lines = [
         {"custom_id": "whole", "method": "POST", "url": "/v1/completions", "body": body},
-        {"id": 7, "prompt": "x", "max_tokens": 9},
-        {"prompt": [72, 105], "max_tokens": 4},
-        {"custom_id": "chat", "url": "/v1/chat/completions", "body": {"messages": messages, "max_tokens": 6}},
+        {"id": 7, "prompt": "x", "max_tokens": 9, "temperature": 0},
+        {"prompt": [72, 105], "max_tokens": 4, "temperature": 0},
+        {
+            "custom_id": "chat",
+            "url": "/v1/chat/completions",
+            "body": {"messages": messages, "max_tokens": 6, "temperature": 0},
+        },
     ]
     done = run("batch", folder, "--input", written(tmp_path / "in", lines), "--output", tmp_path / "out", *DRAFTS)
     assert done.code == 0 and "4 lines answered, 0 of them with an error; 0 were before" in done.err

@@ -62,11 +62,39 @@ def test_prompt_tokens_that_wait_are_bounded_too(pool):
         assert first.result() is not None and second.result() is not None
 
 
-def test_what_can_never_fit_is_refused():
+def test_what_can_never_fit_is_refused_and_what_is_promised_is_served():
     with serving(speaker(), max_num_seqs=2, max_num_cached_tokens=128, max_waiting_requests=2) as served:
-        refused(served.complete("x" * 100, max_tokens=100), 400, "exceeds the engine's")
+        assert served.http.get("/v1/models").json()["data"][0]["max_model_len"] == 128
+        refused(
+            served.complete("x" * 128), 400, "maximum context length", param="prompt", code="context_length_exceeded"
+        )
         refused(served.complete(["x"] * 5), 400, "at most 4 outputs", param="prompt")
-        assert served.complete("x" * 100, max_tokens=20).status_code == 200
+        told = served.complete("x" * 100, max_tokens=100, ignore_eos=True).json()
+        assert (told["usage"]["total_tokens"], told["choices"][0]["finish_reason"]) == (128, "length")
+        several = served.complete(["x" * 100, "x"], max_tokens=60, ignore_eos=True, return_token_ids=True).json()
+        assert [len(one["token_ids"]) for one in several["choices"]] == [28, 60]
+
+
+@pytest.mark.parametrize("sizes", [{"max_num_seqs": 1}, {"max_num_seqs": 3}, {"max_model_len": 77}])
+def test_max_model_len_is_served_whatever_the_batch(sizes):
+    with serving(speaker(), **sizes) as served:
+        most = served.http.get("/v1/models").json()["data"][0]["max_model_len"]
+        assert most == sizes.get("max_model_len", 512)
+        answer = served.complete([5] * (most - 3), max_tokens=3, ignore_eos=True)
+        assert answer.json()["usage"] | {"total_tokens": most} == answer.json()["usage"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"max_model_len": 513}, "max_model_len must be at most 512, the model's context"),
+        ({"max_model_len": 200, "max_num_cached_tokens": 128}, "max_model_len must be at most max_num_cached_tokens"),
+        ({"max_model_len": 250, "max_num_cached_tokens": 254}, "max_num_cached_tokens must hold"),
+    ],
+)
+def test_a_length_that_cannot_be_promised_is_refused_at_the_start(sizes, words):
+    with pytest.raises(ValueError, match=words), bound("127.0.0.1", 0) as at:
+        DrainingServer(speaker(), ServerConfig(**sizes), at).run()
 
 
 def test_the_smallest_cache_holds_a_default_completion():
@@ -145,7 +173,7 @@ def test_a_stream_that_waits_ends_with_its_client_on_servers_that_leave_noticing
         dispatcher = app.state.server.dispatcher
         await dispatcher.start()
         try:
-            dispatcher.submit(Call("long", [[1]], SamplingParams(max_tokens=500, ignore_eos=True), 9e9))
+            dispatcher.submit(Call("long", [[1]], SamplingParams(max_tokens=500, ignore_eos=True), 512, 9e9))
             asking = asyncio.create_task(app(scope, receive, send))
             while not asking.done():
                 gate.let(1)
@@ -189,7 +217,7 @@ def test_what_a_reader_has_not_taken_is_put_together():
     """A stream holds at most one piece per output, however many programs have passed."""
 
     async def scene():
-        call = Call("a", [[1]], SamplingParams(), 9.0)
+        call = Call("a", [[1]], SamplingParams(), 512, 9.0)
         for i in range(1000):
             call.add(0, RequestOutput("a", None, [1], [CompletionOutput(0, "x", [i])], False), float(i))
         taken = [piece async for pieces in _first(call) for piece in pieces]
@@ -257,12 +285,12 @@ def test_an_error_in_one_request_is_its_own():
         bad = SamplingParams(max_tokens=20, logits_processors=raises)
         good = SamplingParams(max_tokens=20)
         return [
-            Call(name, [[*wanted.prompt_token_ids]], params, 9e9)
+            Call(name, [[*wanted.prompt_token_ids]], params, 512, 9e9)
             for name, params in (("good", good), ("bad", bad), ("other bad", bad), ("fine", good))
         ]
 
-    loop = EngineLoop(llm, ServerConfig(max_num_seqs=4), Metrics("m"), take)
-    loop.start()
+    loop = EngineLoop(llm, Metrics("m"), take)
+    loop.start(4, 4096)
     for call in asyncio.run(calls()):
         loop.submit(call)
     assert ended.wait(PATIENCE)
@@ -312,10 +340,10 @@ def test_programs_that_nobody_waits_for_are_told_together(streams):
             ended.set()
 
     async def made():  # it belongs to an event loop
-        return Call("a", [[*wanted.prompt_token_ids]], params, 9e9, streams=streams)
+        return Call("a", [[*wanted.prompt_token_ids]], params, 512, 9e9, streams=streams)
 
-    loop = EngineLoop(llm, ServerConfig(max_num_seqs=1), Metrics("m"), take)
-    loop.start()
+    loop = EngineLoop(llm, Metrics("m"), take)
+    loop.start(1, 2048)
     loop.submit(asyncio.run(made()))
     assert ended.wait(PATIENCE)
     loop.stop()

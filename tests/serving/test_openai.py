@@ -10,6 +10,7 @@ import pytest
 from selfspec import SamplingParams
 from tests.serving.server import MODEL, PATIENCE, serving, speaker
 
+GREEDY = {"temperature": 0}
 MESSAGES = [{"role": "user", "content": "Who are you?"}]
 PROMPTS = ["def mean(values):", "Hä?", "\N{GRINNING FACE}", "abcabcabcabc"]
 
@@ -36,7 +37,7 @@ def generated(llm, prompt, **params):
     return output.outputs
 
 
-@pytest.mark.parametrize("way", [{}, {"temperature": 1.2, "top_p": 0.9, "seed": 7, "presence_penalty": 0.5}])
+@pytest.mark.parametrize("way", [GREEDY, {"temperature": 1.2, "top_p": 0.9, "seed": 7, "presence_penalty": 0.5}])
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_a_completion_is_what_the_library_generates_whole_and_streamed(llm, client, prompt, way):
     [wanted] = generated(llm, prompt, max_tokens=40, **way)
@@ -56,7 +57,7 @@ def test_a_completion_is_what_the_library_generates_whole_and_streamed(llm, clie
 
 def test_a_chat_is_what_the_library_answers_whole_and_streamed(llm, client):
     [wanted] = llm.chat(MESSAGES, SamplingParams(max_tokens=30))
-    asked = {"model": MODEL, "messages": MESSAGES, "max_completion_tokens": 30}
+    asked = {"model": MODEL, "messages": MESSAGES, "max_completion_tokens": 30, **GREEDY}
     [choice] = client.chat.completions.create(**asked).choices
     assert (choice.message.role, choice.message.content) == ("assistant", wanted.outputs[0].text)
     in_parts = [{"role": "user", "content": [{"type": "text", "text": "Who are "}, {"type": "text", "text": "you?"}]}]
@@ -79,7 +80,7 @@ def test_stop_strings_end_it_and_no_part_of_one_is_streamed(llm, client):
     stop = whole.text[20:23]
     [wanted] = generated(llm, "abcabc", max_tokens=60, stop=stop)
     assert wanted.finish_reason == "stop" and stop not in wanted.text
-    asked = {"model": MODEL, "prompt": "abcabc", "max_tokens": 60, "stop": [stop, "never"]}
+    asked = {"model": MODEL, "prompt": "abcabc", "max_tokens": 60, "stop": [stop, "never"], **GREEDY}
     [choice] = client.completions.create(**asked).choices
     assert (choice.text, choice.finish_reason, choice.stop_reason) == (wanted.text, "stop", stop)
     assert "".join(c.choices[0].text for c in client.completions.create(**asked, stream=True)) == wanted.text
@@ -107,21 +108,28 @@ def test_without_a_seed_samples_differ(client):
 def test_log_probabilities_are_the_librarys(llm, client):
     [wanted] = generated(llm, "abc", max_tokens=9, logprobs=3)
     own = [told[token].logprob for token, told in zip(wanted.token_ids, wanted.logprobs, strict=True)]
-    told = client.completions.create(model=MODEL, prompt="abc", max_tokens=9, logprobs=3).choices[0].logprobs
+    told = client.completions.create(model=MODEL, prompt="abc", max_tokens=9, logprobs=3, **GREEDY).choices[0].logprobs
     assert told.token_logprobs == pytest.approx(own, abs=1e-4) and len(told.top_logprobs) == 9
     assert told.text_offset == [sum(map(len, told.tokens[:i])) for i in range(9)]
-    chat = {"model": MODEL, "messages": MESSAGES, "max_tokens": 6, "logprobs": True, "top_logprobs": 2}
+    chat = {"model": MODEL, "messages": MESSAGES, "max_tokens": 6, "logprobs": True, "top_logprobs": 2, **GREEDY}
     content = client.chat.completions.create(**chat).choices[0].logprobs.content
     assert len(content) == 6
     for one in content:
         assert one.top_logprobs[0].logprob == one.logprob and len(one.top_logprobs) == 2
-        assert one.top_logprobs[0].bytes == one.bytes == [*one.token.encode()]
+        assert one.top_logprobs[0].bytes == one.bytes and bytes(one.bytes).decode("utf-8", "replace") == one.token
     streamed = [c.choices[0].logprobs.content for c in client.chat.completions.create(**chat, stream=True)]
     assert [one.logprob for part in streamed for one in part] == pytest.approx([one.logprob for one in content])
 
 
+def test_offsets_of_tokens_lie_in_the_text(client):
+    """A token that is a part of a character has that character's offset."""
+    asked = {"model": MODEL, "prompt": "a\u00e9\N{GRINNING FACE}b", "max_tokens": 1, "echo": True, "logprobs": 0}
+    told = client.completions.create(**asked, **GREEDY).choices[0].logprobs
+    assert told.text_offset[:8] == [0, 1, 1, 2, 2, 2, 2, 3] and told.text_offset[8] == 4
+
+
 def test_a_request_without_speculation_has_the_same_text_and_no_drafts(llm, client):
-    asked = {"model": MODEL, "prompt": "abcabc", "max_tokens": 30}
+    asked = {"model": MODEL, "prompt": "abcabc", "max_tokens": 30, **GREEDY}
     drafted = client.completions.create(**asked, extra_body={"return_acceptance": True})
     plain = client.completions.create(**asked, extra_body={"return_acceptance": True, "speculative": False})
     assert drafted.choices[0].text == plain.choices[0].text
@@ -142,7 +150,7 @@ def test_errors_are_openais(served, client):
     with pytest.raises(openai.BadRequestError, match="top_p must be a number in"):
         client.completions.create(model=MODEL, prompt="x", top_p=3)
     with pytest.raises(openai.BadRequestError, match="n must be 1 with greedy decoding"):
-        client.completions.create(model=MODEL, prompt="x", n=2)
+        client.completions.create(model=MODEL, prompt="x", n=2, temperature=0)
     assert [model.id for model in client.models.list()] == [MODEL]
 
 

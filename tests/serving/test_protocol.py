@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from pydantic import ValidationError
 
 from selfspec import LLM, SamplingParams
-from selfspec.serving.protocol import NEUTRAL, CompletionRequest
+from selfspec.serving.fields import NAMES, NEUTRAL, REFUSED
+from selfspec.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from tests.models import build
 from tests.serving.server import MODEL, serving, speaker
 
 KEY = "correct horse"
+DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +31,11 @@ def served(llm):
         yield made
 
 
-def refused(answer, status, *words, param=None):
+def refused(answer, status, *words, param=None, code=None):
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"} and error["param"] == param
+    assert code in (None, error["code"])
     for word in words:
         assert word in error["message"]
 
@@ -46,7 +51,7 @@ def events(answer):
 def test_what_vllm_bench_serve_sends(llm, served):
     [wanted] = llm.generate("abcabc", SamplingParams(max_tokens=20, ignore_eos=True))
     payload = {"model": MODEL, "prompt": "abcabc", "repetition_penalty": 1.0, "max_tokens": 20, "logprobs": None}
-    payload |= {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+    payload |= {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
     answer = served.http.post("/v1/completions", json=payload, headers={"x-request-id": "bench-7"})
     assert answer.headers["x-request-id"] == "bench-7"
     *chunks, last = events(answer)
@@ -93,36 +98,58 @@ def test_token_ids_come_where_asked_and_are_the_librarys(llm, served):
     assert [token for c in chunks for token in c["choices"][0]["token_ids"]] == wanted.outputs[0].token_ids
 
 
-def test_values_that_ask_for_nothing_are_accepted_and_change_nothing(served):
+def documented(kind, where=None):
+    """The fields of a class in the table of docs/serving.md."""
+    rows = [line.strip("|").split("|") for line in DOCS.read_text().splitlines() if line.startswith(f"| {kind} |")]
+    return [name for row in rows if where in (None, row[1].strip()) for name in re.findall(r"`(\w+)`", row[2])]
+
+
+def test_the_documented_classes_of_fields_are_those_of_the_code():
+    assert documented("neutral") == NAMES.split() and documented("refused") == list(REFUSED)
+    own = GenerationRequest.model_fields.keys() | {"echo", "logprobs"}
+    assert documented("honoured", "both") == sorted(own, key=documented("honoured", "both").index)
+    for route, body in (("/v1/completions", CompletionRequest), ("/v1/chat/completions", ChatRequest)):
+        assert {*documented("honoured", "both"), *documented("honoured", route)} == body.model_fields.keys()
+    assert not NEUTRAL & REFUSED.keys() and not (NEUTRAL | REFUSED.keys()) & ChatRequest.model_fields.keys()
+
+
+ODD = "an odd value"
+
+
+def test_every_documented_field_is_treated_as_its_class_says(served):
+    """Neutral and refused fields, at an odd value, at null, and at the values that ask for nothing."""
+    text, answer = served.text(max_tokens=4), served.chat(max_tokens=4).json()["choices"]
+    for name in documented("neutral"):
+        assert served.text(max_tokens=4, **{name: ODD}) == text, name
+        assert served.chat(max_tokens=4, **{name: ODD}).json()["choices"] == answer, name
+    for name in documented("refused"):
+        refused(served.complete(**{name: ODD}), 400, name, ODD, param=name, code="unsupported_parameter")
+        refused(served.chat(**{name: ODD}), 400, name, ODD, param=name, code="unsupported_parameter")
+        for value in (None, *REFUSED[name]):
+            assert served.text(max_tokens=4, **{name: value}) == text, name
+            assert served.chat(max_tokens=4, **{name: value}).json()["choices"] == answer, name
+
+
+def test_values_that_ask_for_nothing_change_nothing(served):
     text = served.text(max_tokens=8)
-    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
-    assert served.text(max_tokens=8, top_k=-1, user="me", metadata={"a": "b"}, unheard_of=None, stop=[]) == text
-    for name, values in NEUTRAL.items():
-        for value in (None, *values):
-            assert served.text(max_tokens=8, **{name: value}) == text, name
-            answer = served.http.post("/v1/chat/completions", json=chat | {name: value})
-            assert answer.status_code == 200, answer.text
+    nothing = {"min_tokens": 0, "logit_bias": {}, "skip_special_tokens": True, "include_stop_str_in_output": False}
+    nothing |= {"top_k": -1, "unheard_of": None, "stop": [], "stop_token_ids": [], "add_special_tokens": True}
+    assert served.text(max_tokens=8, **nothing) == text
 
 
 ASKING = [
     ("response_format", {"type": "json_object"}),
     ("tools", [{"type": "function"}]),
-    ("logit_bias", {"5": 1}),
-    ("suffix", "end"),
-    ("best_of", 2),
     ("best_of", True),
-    ("min_tokens", 5),
-    ("include_stop_str_in_output", True),
-    ("guided_json", {}),
+    ("suffix", "end"),
     ("unheard_of", 0),
 ]
 
 
 @pytest.mark.parametrize(("name", "value"), ASKING)
 def test_what_cannot_be_honoured_is_refused_by_name(served, name, value):
-    refused(served.complete(**{name: value}), 400, name, param=name)
-    chat = {"messages": [{"role": "user", "content": "Hi"}], name: value}
-    refused(served.http.post("/v1/chat/completions", json=chat), 400, name, param=name)
+    refused(served.complete(**{name: value}), 400, name, param=name, code="unsupported_parameter")
+    refused(served.chat(**{name: value}), 400, name, param=name, code="unsupported_parameter")
 
 
 WRONG = [
@@ -134,7 +161,7 @@ WRONG = [
     ({"prompt": [-1]}, "prompt", "0..256"),
     ({"prompt": [10**30]}, "prompt", "0..256"),
     ({"prompt": "\ud800"}, "prompt", "half a character"),
-    ({"prompt": "x" * 513}, "prompt", "context holds 512"),
+    ({"prompt": "x" * 513}, "prompt", "maximum context length is 512 tokens"),
     ({"temperature": -1}, "temperature", "at least 0"),
     ({"temperature": "0.7"}, "temperature", "valid number"),
     ({"temperature": float("nan")}, "temperature", "at least 0"),
@@ -166,7 +193,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("fields", "param", "words"), WRONG)
 def test_wrong_values_are_refused_by_name_and_the_next_request_is_served(served, fields, param, words):
-    body = json.dumps({"prompt": "Hello", **fields})  # httpx refuses some of it
+    body = json.dumps({"prompt": "Hello", "temperature": 0, **fields})  # httpx refuses some of it
     answer = served.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
     refused(answer, 400, words, param=param)
     assert served.complete(max_tokens=2).status_code == 200
@@ -210,8 +237,8 @@ def test_wrong_conversations_are_refused(served, body, param):
 def test_a_body_that_is_no_request_is_refused(served, body):
     answer = served.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400 and set(answer.json()) == {"error"}
-    refused(served.http.get("/v1/nothing"), 404, "Not Found")
-    refused(served.http.get("/v1/completions"), 405, "Method Not Allowed")
+    refused(served.http.get("/v1/nothing"), 404, "Not Found", "GET /v1/nothing", code="unknown_url")
+    refused(served.http.get("/v1/completions"), 405, "Method Not Allowed", "GET /v1/completions")
 
 
 def test_extreme_values_end_well_and_disturb_no_neighbour(llm, served):

@@ -1,0 +1,179 @@
+"""`Server`: what the routes do. Every request becomes a `CompletionRequest` or a `ChatRequest`, and these a `Call`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from time import time
+from typing import Any
+from uuid import uuid4
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from selfspec.llm import LLM
+from selfspec.serving.admission import Dispatcher
+from selfspec.serving.bodies import ChatWriter, CompletionWriter, Json, Writer
+from selfspec.serving.calls import Call
+from selfspec.serving.config import ServerConfig
+from selfspec.serving.loop import refusal_of
+from selfspec.serving.metrics import Metrics
+from selfspec.serving.protocol import COMPLETION_TOKENS, ChatRequest, CompletionRequest, GenerationRequest
+from selfspec.serving.refusal import Refusal
+from selfspec.serving.token_texts import TokenTexts
+from selfspec.serving.tokens import Reader
+
+_log = logging.getLogger("selfspec.serving")
+STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class Answer(Response):
+    """What comes of a call, whole or as server-sent events. The call ends with it, whatever ends it: the client's going
+    away, too, which is noticed at once.
+    """
+
+    def __init__(self, writer: Writer, dispatcher: Dispatcher) -> None:
+        super().__init__()
+        self._writer, self._call, self._dispatcher = writer, writer.call, dispatcher
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._dispatcher.submit(self._call)
+        watch = asyncio.create_task(self._watch(receive))
+        try:
+            if self._call.streams:
+                await self._call.accepted()
+                await self._stream(send)
+            else:
+                await self._call.ended()
+                await Json(self._writer.body())(scope, receive, send)
+        finally:
+            watch.cancel()
+            self._dispatcher.end(self._call)
+
+    async def _stream(self, send: Send) -> None:
+        headers = [*STREAM_HEADERS]  # middleware may add to them
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async for events in self._writer.events():
+            await send({"type": "http.response.body", "body": events, "more_body": True})
+        await send({"type": "http.response.body"})
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._dispatcher.end(self._call)
+        self._call.fail(Refusal("the client has gone", 499))
+
+
+class Server:
+    """What the routes do."""
+
+    def __init__(self, llm: LLM, config: ServerConfig) -> None:
+        self.config, self.metrics, self.created = config, Metrics(config.model), int(time())
+        self.dispatcher = Dispatcher(llm, config, self.metrics)
+        self.reader = Reader(llm, template_of(config.chat_template))
+        self.tokens = TokenTexts(llm.tokenizer)
+        self._defaults, self._vocab_size = llm.target.defaults, llm.target.split.vocab_size
+
+    async def start(self) -> None:
+        """Make the engine.
+
+        Raises:
+            what `Dispatcher.start` raises.
+        """
+        await self.dispatcher.start()
+        self.reader.max_model_len = self.dispatcher.max_model_len
+
+    async def complete(self, asked: CompletionRequest) -> Response:
+        """`/v1/completions`."""
+        model = self.model(asked)
+        if asked.stream and asked.echo and asked.logprobs is not None:
+            raise Refusal("echo with logprobs cannot be streamed; leave stream out", param="stream")
+        self.dispatcher.refuse_too_many(len(asked.prompts), asked.n or 1)
+        prompts = await self.reader.prompts(asked)
+        length = COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
+        scored = {"prompt_logprobs": asked.logprobs} if asked.echo and asked.logprobs is not None else {}
+        call = self._call("cmpl", asked, prompts, max(length, int(length == 0)), length == 0, **scored)
+        texts = await self.reader.texts(asked, prompts) if asked.echo else []
+        return Answer(CompletionWriter(asked, call, model, self.tokens, texts), self.dispatcher)
+
+    async def chat(self, asked: ChatRequest) -> Response:
+        """`/v1/chat/completions`."""
+        model = self.model(asked)
+        return Answer(ChatWriter(asked, await self.chat_call(asked, "chatcmpl"), model, self.tokens), self.dispatcher)
+
+    async def chat_call(self, asked: ChatRequest, kind: str) -> Call:
+        """The call that answers a conversation.
+
+        Args:
+            kind: the first part of its name.
+
+        Raises:
+            Refusal: what cannot be served.
+        """
+        self.dispatcher.refuse_too_many(1, asked.n or 1)
+        prompt = await self.reader.chat(asked)
+        length = self.reader.max_model_len - len(prompt) if asked.length is None else asked.length
+        return self._call(kind, asked, [prompt], length, False)
+
+    def model(self, asked: GenerationRequest) -> str:
+        """The model that a request names.
+
+        Raises:
+            Refusal: there is none of that name, or the request has fields that are not served.
+        """
+        if asked.model is not None and asked.model != self.config.model:
+            message = f"there is no model {asked.model!r} here; this server has {self.config.model!r}"
+            raise Refusal(message, 404, param="model", code="model_not_found")
+        asked.refuse_unserved()
+        return asked.model or self.config.model
+
+    def _call(
+        self,
+        kind: str,
+        asked: GenerationRequest,
+        prompts: Sequence[Sequence[int]],
+        length: int,
+        drops_output: bool,
+        **more: Any,
+    ) -> Call:
+        seed = secrets.randbits(62) if asked.seed is None else asked.seed
+        if asked.temperature is None:
+            more["temperature"] = self._temperature()
+        try:
+            params = asked.params(seed, length, self._vocab_size, **more)
+        except ValueError as problem:
+            raise refusal_of(problem) from problem
+        name, limits = f"{kind}-{uuid4().hex}", (self.reader.max_model_len, self.config.request_timeout)
+        call = Call(name, prompts, params, *limits, drops_output, streams=bool(asked.stream))
+        if self.config.log_prompts:
+            _log.info("%s: %s", call.name, asked.model_dump_json(exclude_none=True))
+        return call
+
+    def _temperature(self) -> float | None:
+        """Of requests that name none: the generation config's (None), else 1, as OpenAI and vLLM have it."""
+        own = self._defaults.config
+        if getattr(own, "do_sample", None):
+            return None
+        told = getattr(own, "temperature", None)
+        return 1.0 if told is None else float(told)
+
+
+def template_of(given: str | None) -> str | None:
+    """A chat template, which is given as a text or as the name of a file.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if given is None or "{" in given:
+        return given
+    try:
+        return Path(given).read_text()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ValueError(f"chat_template must be a Jinja template or a file that holds one, got {given!r}") from problem
