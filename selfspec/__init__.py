@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from selfspec.core import RowRound as RowRound
     from selfspec.core import SamplingParams as SamplingParams
     from selfspec.core import SpeculativeConfig as SpeculativeConfig
+    from selfspec.core import StructuredOutputs as StructuredOutputs
     from selfspec.decoding.engine import LLMEngine as LLMEngine
     from selfspec.decoding.outputs import CompletionOutput as CompletionOutput
     from selfspec.decoding.outputs import Logprob as Logprob
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "selfspec.control.plan": ("Policy",),
-    "selfspec.core": ("Plan", "RoundOutput", "RowRound", "SamplingParams", "SpeculativeConfig"),
+    "selfspec.core": ("Plan", "RoundOutput", "RowRound", "SamplingParams", "SpeculativeConfig", "StructuredOutputs"),
     "selfspec.decoding.engine": ("LLMEngine",),
     "selfspec.decoding.outputs": ("CompletionOutput", "Logprob", "RequestOutput", "SpecStats"),
     "selfspec.drafting.datastore": ("Datastore",),

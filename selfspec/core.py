@@ -6,6 +6,7 @@ makes a `Plan` for the running sequences, an executor runs it and returns `Round
 
 from __future__ import annotations
 
+import json
 import math
 from collections import abc
 from collections.abc import Callable, Collection
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from selfspec.errors import flag, got, is_number, whole
+from selfspec.errors import flag, got, is_number, refuse_empty, whole
 
 if TYPE_CHECKING:  # for annotations alone
     from pathlib import Path
@@ -30,6 +31,7 @@ if TYPE_CHECKING:  # for annotations alone
     from selfspec.drafting.lookup import RowLookup
     from selfspec.executors.logprobs import TokenLogprobs
     from selfspec.learn import Learner
+    from selfspec.structured.row_grammar import RowGrammar
 
 FinishReason = Literal["stop", "length", "abort"]
 LogitsProcessor = Callable[[Any, Any], Any]  # (token ids [1, length], logits [1, vocab]) -> logits [1, vocab]
@@ -40,6 +42,7 @@ MAX_LOGPROBS = 20
 MAX_BIAS = 100
 MAX_NGRAM = 1 << 16
 MIN_TEMPERATURE = 1e-6
+MAX_GRAMMAR = 1 << 18  # characters of a schema, a regular expression, a grammar, or choices
 LOOKUP = 0  # the exit layer of drafts by lookup: no layer drafts, all layers verify
 UNBOUNDED_ROUNDS = 1 << 30  # `num_rounds` of a plan that never changes
 RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -52,6 +55,87 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 COUNTS = {"max_tokens": (1, None), "top_k": (0, None), "no_repeat_ngram_size": (0, MAX_NGRAM), "n": (1, None)}
 COUNTS |= {"min_tokens": (0, None), "logprobs": (0, MAX_LOGPROBS), "prompt_logprobs": (0, MAX_LOGPROBS)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """What an output must look like: one of the first five. Names are those of vLLM.
+
+    The output ends where nothing may follow. Where it may end and may go on, an end-of-text token ends it.
+
+    Args:
+        json: a JSON schema, as a mapping or a text; the output is JSON that validates.
+        json_object: True: the output is a JSON object.
+        regex: a regular expression that the whole output matches, in the syntax of Rust's crate regex.
+        choice: the output is one of these texts.
+        grammar: a context-free grammar in the syntax of Lark or of GBNF.
+        disable_any_whitespace: JSON without spaces and line breaks between its parts.
+
+    Raises:
+        ValueError: none or several of the five, a value of another kind, or one of more than `MAX_GRAMMAR` characters.
+            What a grammar says is checked when a request is made.
+    """
+
+    json: str | abc.Mapping[str, Any] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: abc.Sequence[str] | None = None
+    grammar: str | None = None
+    disable_any_whitespace: bool = False
+
+    def __post_init__(self) -> None:
+        flag("disable_any_whitespace", self.disable_any_whitespace)
+        names = ("json", "json_object", "regex", "choice", "grammar")
+        given = [name for name in names if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise ValueError(
+                f"structured_outputs must have one of {', '.join(names)}, got {' and '.join(given) or 'none'}"
+            )
+        if len(text := self.source[1]) > MAX_GRAMMAR:
+            raise ValueError(
+                f"structured_outputs.{given[0]} must have at most {MAX_GRAMMAR} characters, got {len(text)}"
+            )
+
+    @property
+    def source(self) -> tuple[str, str]:
+        """How it is written, "json", "regex", "choice" or "grammar", and the text; choices are a terminal of Lark."""
+        if self.json_object:
+            flag("structured_outputs.json_object", self.json_object)
+            return "json", '{"type": "object"}'
+        if self.json is not None:
+            return "json", _schema_text(self.json)
+        for name in ("regex", "grammar"):
+            text: Any = getattr(self, name)
+            if text is not None:
+                if not isinstance(text, str):
+                    raise ValueError(f"structured_outputs.{name} must be a text, {got(text)}")
+                return name, text
+        choices: Any = self.choice
+        if isinstance(choices, str) or not isinstance(choices, Collection) or not choices:
+            raise ValueError(f"structured_outputs.choice must be a list of texts, {got(choices)}")
+        refuse_empty("structured_outputs.choice", choices)
+        return "choice", f"start: CHOICE\nCHOICE: {' | '.join(map(_json, choices))}"  # a terminal may have many
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _schema_text(schema: Any) -> str:
+    """A JSON schema as a text.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+    try:
+        if isinstance(schema, str) and len(schema) <= MAX_GRAMMAR:
+            schema = json.loads(schema)
+        text = schema if isinstance(schema, str) else _json(schema)
+    except (ValueError, TypeError, RecursionError) as problem:
+        raise ValueError(f"structured_outputs.json must be a JSON schema, and it is no JSON ({problem})") from problem
+    if not isinstance(schema, str | abc.Mapping):
+        raise ValueError(f"structured_outputs.json must be a JSON schema, a mapping or its text, {got(schema)}")
+    return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +167,7 @@ class SamplingParams:
         n: outputs per prompt. Output i has the seed `seed + i`.
         logits_processors: functions of the prefix, as transformers' are: `(token ids [1, length], logits [1, vocab])`
             to logits. They must be pure, since drafts ask them about prefixes that the output may not have.
+        structured_outputs: what the output must look like; masks come after penalties and processors.
         speculative: False: no token of this request is drafted. The output is the same.
         generation_config: its values win over those of the model's own, value by value; False: take nothing but
             end-of-text tokens from the model's.
@@ -112,6 +197,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     n: int = 1
     logits_processors: abc.Sequence[LogitsProcessor] | LogitsProcessor | None = None
+    structured_outputs: StructuredOutputs | None = None
     speculative: bool = True
     generation_config: GenerationConfig | Literal[False] | None = None
 
@@ -149,6 +235,10 @@ class SamplingParams:
         for processor in self.processors:
             if not callable(processor):
                 raise ValueError(f"logits_processors must be functions, {got(processor)}")
+        if not isinstance(self.structured_outputs, StructuredOutputs | None):
+            raise ValueError(
+                f"structured_outputs must be a selfspec.StructuredOutputs or None, {got(self.structured_outputs)}"
+            )
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -272,6 +362,7 @@ class Sequence:
     request_id: str = ""
     index: int = 0  # which of the request's `n` outputs
     stopper: Stopper = None  # type: ignore[assignment]  # set by the scheduler
+    grammar: RowGrammar | None = None  # of structured outputs
     pages: tuple[int, ...] = ()  # its KV pages, in order
     num_cached: int = 0
     num_found: int = 0  # prompt tokens whose keys and values were in the prefix cache
@@ -325,6 +416,11 @@ class Sequence:
     @property
     def has_processors(self) -> bool:
         return bool(self.request.params.logits_processors)
+
+    @property
+    def needs_vocabulary(self) -> bool:
+        """Whether drafts are over the whole vocabulary: a part of it may hold no token that is allowed."""
+        return self.has_processors or self.grammar is not None
 
     @property
     def is_finished(self) -> bool:
@@ -385,7 +481,7 @@ class Plan:
     keep_divergence: bool = False  # report KL(target || draft) at the judged positions
     shadow: ShadowPlan | None = None  # a probe after the first round that is not drafted by lookup
     alternatives: Alternatives | None = None  # second choices, drafted on branches
-    draft_vocab: int | None = None  # draft over the N most frequent tokens; ignored for rows with processors
+    draft_vocab: int | None = None  # draft over the N most frequent tokens; not with processors and grammars
     draft_bits: int | None = None  # 4: draft by 4-bit copies of the layers, where they exist; all layers verify
     lookups: LookupTable | None = None  # draft by lookup in the rounds for which the table gives lengths
     num_rounds: int = 1

@@ -58,7 +58,16 @@ Replicas = Annotated[
 ]
 
 # Fields without an option: those that only a program can give, and those that commands give by options of their own.
-NO_OPTION = {"generation_config", "learn", "logit_bias", "logits_processors", "model", "prompt_logprobs", "speculative"}
+NO_OPTION = {
+    "generation_config",
+    "learn",
+    "logit_bias",
+    "logits_processors",
+    "model",
+    "prompt_logprobs",
+    "speculative",
+    "structured_outputs",
+}
 TYPES: dict[str, Any] = {  # of fields whose annotation typer cannot read
     "corpus": Path | None,
     "drafters": list[str] | None,

@@ -17,6 +17,7 @@ from transformers.generation import logits_process as lp
 from selfspec.core import Request, SamplingParams
 from selfspec.decoding.logit_rules import with_logit_rules
 from selfspec.errors import whole
+from selfspec.structured.grammars import Grammars
 
 FILTERS = (lp.TemperatureLogitsWarper, lp.TopKLogitsWarper, lp.TopPLogitsWarper, lp.MinPLogitsWarper)
 FILTER_NAMES = (
@@ -85,6 +86,8 @@ class GenerationDefaults:
 
     def __init__(self, model: Any = None, tokenizer: Any = None) -> None:
         self._model, self.tokenizer = model, tokenizer
+        self.grammars = Grammars(tokenizer)
+        """Of structured outputs."""
         self._has_reported = self._has_reported_template = False  # what was taken from it; that there is a template
 
     @property

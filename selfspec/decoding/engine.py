@@ -119,7 +119,7 @@ class LLMEngine:
         self.running: list[Sequence] = []
         self._responses = responses
         texts = tuple([one for one in (responses, corpus) if one is not None])
-        self._scheduler = Scheduler(split, cache, defaults.tokenizer, texts, prefix)
+        self._scheduler = Scheduler(split, cache, defaults.tokenizer, texts, prefix, defaults.grammars)
         self._aborted: set[str] = set()
         self._outputs = RequestOutputs(defaults.tokenizer, final_only)
         # Not handed out yet; they outlive a step that raises:
@@ -268,7 +268,7 @@ class LLMEngine:
         """The part of the vocabulary that layers draft over; None: all of it, or no layer drafts."""
         if plan.draft_vocab is None or not plan.exit_layer or not self.split.has_draft_heads:
             return None
-        if plan.draft_vocab >= self.split.vocab_size or any(row.has_processors for row in rows):
+        if plan.draft_vocab >= self.split.vocab_size or any(row.needs_vocabulary for row in rows):
             return None
         return self.frequencies.part(plan.draft_vocab)
 

@@ -18,6 +18,7 @@ from selfspec.drafting.lookup import RowLookup, Texts
 from selfspec.errors import CacheFullError
 from selfspec.model.kv_cache import PagedCache
 from selfspec.model.split_model import SplitModel
+from selfspec.structured.grammars import Grammars
 
 
 class Scheduler:
@@ -27,13 +28,20 @@ class Scheduler:
         cache: where keys and values of sequences will be.
         texts: where drafts by lookup are found besides a sequence's own text.
         prefix: where prompts that begin alike find their pages; None: nowhere.
+        grammars: of the tokenizer, for structured outputs.
     """
 
     def __init__(
-        self, split: SplitModel, cache: PagedCache, tokenizer: Any, texts: tuple[Texts, ...], prefix: PrefixCache | None
+        self,
+        split: SplitModel,
+        cache: PagedCache,
+        tokenizer: Any,
+        texts: tuple[Texts, ...],
+        prefix: PrefixCache | None,
+        grammars: Grammars,
     ) -> None:
         self._split, self._cache, self._tokenizer, self._texts = split, cache, tokenizer, texts
-        self._prefix = prefix
+        self._prefix, self._grammars = prefix, grammars
         self.waiting: deque[Sequence] = deque()
         """Sequences that wait for a place, the longest first."""
         self._next_id = 0
@@ -69,6 +77,9 @@ class Scheduler:
         if self._tokenizer is not None:
             text = SequenceText(self._tokenizer, prompt, params.stops, TextRules.of(params))
         ends = frozenset(params.stop_token_ids or ())
+        grammar = None
+        if params.structured_outputs is not None:
+            grammar = self._grammars.row(params.structured_outputs, request.eos_token_ids, self._split.vocab_size)
         self._next_id += 1
         return Sequence(
             self._next_id - 1,
@@ -77,7 +88,8 @@ class Scheduler:
             len(prompt) + most,
             request_id,
             index,
-            Stopper(most, eos, text, params.stops, request.stopping_criteria, ends),
+            Stopper(most, eos, text, params.stops, request.stopping_criteria, ends, grammar),
+            grammar,
             stats=SpecStats(),
             new_lookup=lambda token_ids: RowLookup(token_ids, self._texts),
         )

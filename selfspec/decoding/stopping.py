@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from selfspec.core import FinishReason, SamplingParams, StoppingCriterion
+from selfspec.structured.row_grammar import RowGrammar
 
 
 class TextRules(NamedTuple):
@@ -169,7 +170,7 @@ class TextDelta(NamedTuple):
 
 
 class Stopper:
-    """Cuts a block of new tokens where its row ends, and hands what is kept on to its text."""
+    """Cuts a block of new tokens where its row ends, and hands what is kept on to its text and its grammar."""
 
     def __init__(
         self,
@@ -179,8 +180,10 @@ class Stopper:
         stop: Sequence[str] = (),
         criteria: Sequence[StoppingCriterion] = (),
         stop_tokens: frozenset[int] = frozenset(),
+        grammar: RowGrammar | None = None,
     ) -> None:
         self.max_new_tokens, self.eos, self._text, self._criteria = max_new_tokens, eos, text, criteria
+        self._grammar = grammar
         self.ends = eos | stop_tokens
         """Tokens that end the row."""
         self.ends_by_token = not stop and not criteria
@@ -200,18 +203,22 @@ class Stopper:
             content: the row's tokens before the block, prompt included.
             emitted: how many of them are new.
         """
+        is_whole = False  # whether the grammar ends with the block
+        if self._grammar is not None:
+            count, is_whole = self._grammar.take(block)
+            block = block[:count]
         if not self.ends_by_token:
             known = 0 if self._text is None else len(self._text)
             try:
-                return self._cut_by_token(content, emitted, block)
+                return self._cut_by_token(content, emitted, block, is_whole)
             except BaseException:  # of a criterion: the row gets none of the block
                 if self._text is not None:
                     self._text.forget(known)
                 raise
         reason: FinishReason | None = None
         kept = min(len(block), self.max_new_tokens - emitted)
-        if not self.ends.isdisjoint(block):
-            end = next(i for i, token in enumerate(block, 1) if token in self.ends)
+        if is_whole or not self.ends.isdisjoint(block):
+            end = next((i for i, token in enumerate(block, 1) if token in self.ends), len(block))
             if end <= kept:
                 return end, self._push(block[:end], last=True), "stop"
         if emitted + kept >= self.max_new_tokens:
@@ -219,13 +226,13 @@ class Stopper:
         return kept, self._push(block[:kept], last=reason is not None), reason
 
     def _cut_by_token(
-        self, content: Sequence[int], emitted: int, block: Sequence[int]
+        self, content: Sequence[int], emitted: int, block: Sequence[int], is_whole: bool
     ) -> tuple[int, str, FinishReason | None]:
         """The same where text or criteria may end the row: they are asked after each token."""
         reason: FinishReason | None = None
         text, kept = "", len(block)
         for i, token in enumerate(block):
-            if token in self.ends:
+            if token in self.ends or (is_whole and i + 1 == len(block)):
                 reason = "stop"
             text += str(self._push([token], last=False))
             asked = self._criterion([*content, *block[: i + 1]])

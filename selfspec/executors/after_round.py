@@ -79,7 +79,7 @@ def add_shadow_picks(
     picked: list[int] = []
     cuts: list[tuple[int, int, int]] = []  # row, and its part of the index
     for i in shadow.rows:
-        if outputs[i].sequence.has_processors:
+        if outputs[i].sequence.has_processors or outputs[i].sequence.grammar is not None:
             continue  # asking a processor about every layer's logits would cost more than it tells
         count = min(outputs[i].num_chain_accepted + 1, shadow.max_columns)
         cuts.append((i, len(index), len(index) + count))

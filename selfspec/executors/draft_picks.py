@@ -8,6 +8,7 @@ from torch import Tensor
 from selfspec.control.plan import confidence_bin, likely_alternatives
 from selfspec.core import Plan, Sequence, StageSeconds
 from selfspec.drafting.early_exit import Branch
+from selfspec.executors.masks import mask_of, masked
 from selfspec.executors.penalties import DraftPenalties, Penalties
 from selfspec.executors.picker import Picker
 from selfspec.executors.processors import process
@@ -16,7 +17,7 @@ from selfspec.model.split_model import SplitModel
 
 
 class DraftPicker:
-    """Picks drafted tokens as the target would, from the exit's logits: same penalties, processors, filters, noise."""
+    """Picks drafted tokens as the target would, from the exit's logits: same penalties, masks, filters and noise."""
 
     def __init__(
         self,
@@ -29,8 +30,9 @@ class DraftPicker:
     ) -> None:
         self._penalties = None if penalties is None else DraftPenalties(penalties)
         self._split, self._picker, self._rows, self._plan, self._seconds = split, picker, rows, plan, seconds
-        self._drafted: list[list[int]] = [[] for _ in rows]  # only kept for rows with processors
+        self._drafted: list[list[int]] = [[] for _ in rows]  # only kept for rows with processors or grammars
         self._processes = any(row.request.params.processors for row in rows)
+        self._masks = any(row.grammar is not None for row in rows)
         self._survival = [1.0] * len(rows)
         self.confidences: list[list[float]] = [[] for _ in rows]
         self._alternatives: list[list[int]] = [[] for _ in rows]  # where they are asked
@@ -47,6 +49,9 @@ class DraftPicker:
         if self._processes:
             pairs = zip(members, logits, strict=True)
             logits = torch.stack([process(self._rows[i], self._drafted[i], one) for i, one in pairs])
+        if self._masks:
+            masks = [mask_of(self._rows[i], self._drafted[i]) for i in members]
+            logits = masked(logits, masks)
         positions = [row.num_tokens + step for row in rows]
         params = [row.request.params for row in rows]
         picks, confidences = self._picker(logits, params, positions, tokens, self._plan.reads_confidence)
@@ -57,7 +62,7 @@ class DraftPicker:
             others = self._picker.alternatives(logits, params, positions, picks, tokens)
             for i, token in zip(members, others.tolist(), strict=True):
                 self._alternatives[i].append(token)
-        if self._processes:
+        if self._processes or self._masks:
             for i, token in zip(members, picks.tolist(), strict=True):
                 self._drafted[i].append(token)
         if self._plan.keep_divergence:
@@ -70,7 +75,7 @@ class DraftPicker:
         """The exit's logits, of the whole vocabulary or of the part of it that the plan drafts over."""
         plan = self._plan
         assert plan.exit_layer is not None
-        if plan.draft_vocab is None or self._processes or plan.keep_divergence:
+        if plan.draft_vocab is None or self._processes or self._masks or plan.keep_divergence:
             return self._split.logits(hidden, plan.exit_layer), None
         logits, tokens = self._split.draft_logits(hidden, plan.exit_layer, plan.draft_vocab)
         return logits, None if tokens is None else Subset(tokens, self._split.vocab_size)

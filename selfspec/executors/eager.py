@@ -19,6 +19,7 @@ from selfspec.executors.after_round import TrainingExamples, add_divergences, ad
 from selfspec.executors.base import Executor, RoundDraft
 from selfspec.executors.draft_picks import DraftPicker
 from selfspec.executors.logprobs import token_logprobs
+from selfspec.executors.masks import mask_of, masked
 from selfspec.executors.penalties import Penalties, paths_to
 from selfspec.executors.picker import Picker
 from selfspec.executors.processors import process_packed
@@ -157,16 +158,22 @@ class EagerExecutor(Executor):
 def _processed(
     rows: list[Sequence], owners: abc.Sequence[int], draft: PackedDraft, logits: Tensor, penalties: Penalties | None
 ) -> Tensor:
-    """Logits `[N, vocab]` after penalties and processors, at every packed token with that token's own prefix."""
-    processes = any(row.has_processors for row in rows)
-    if penalties is None and not processes:
+    """Logits `[N, vocab]` after penalties, processors and masks, at every packed token with that token's own prefix."""
+    processes, masks = any(row.has_processors for row in rows), any(row.grammar is not None for row in rows)
+    if penalties is None and not processes and not masks:
         return logits
     paths = paths_to(draft.lengths, draft.trees)
     if penalties is not None:
         longest = max(map(len, paths))
         index = penalties.sent([[*path, *[0] * (longest - len(path))] for path in paths])
         logits = penalties.at(owners, draft.tokens[index], [len(path) for path in paths]).applied(logits)
-    return process_packed(rows, owners, paths, draft.tokens.tolist(), logits) if processes else logits
+    fed = draft.tokens.tolist() if processes or masks else []
+    if processes:
+        logits = process_packed(rows, owners, paths, fed, logits)
+    if masks:
+        each = zip(owners, paths, strict=True)
+        logits = masked(logits, [mask_of(rows[i], [fed[at] for at in path]) for i, path in each])
+    return logits
 
 
 def _count_branches(output: RowRound, tree: Tree, path: abc.Sequence[int], length: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from selfspec.control.plan import Policy
-from selfspec.core import Request, RoundOutput, SamplingParams
+from selfspec.core import Request, RoundOutput, SamplingParams, StructuredOutputs
 from selfspec.decoding import engine as engine_module
 from selfspec.decoding.engine import LLMEngine
 from selfspec.decoding.outputs import CompletionOutput
@@ -53,6 +53,11 @@ PENALTIES: tuple[dict[str, Any], ...] = (
 PAGE = 16
 LENGTHS = (9, 1, 20, 4, 13, 2, 7, 30)
 NUM_REQUESTS = 2 * len(LENGTHS)  # the second half has penalties and log-probabilities
+STRUCTURED = {  # some of those with penalties that exclude no token
+    10: StructuredOutputs(regex="((ab){1,3}|[x-z]{2}!!!)+"),
+    11: StructuredOutputs(json={"enum": ["one and two", "one and three"]}),
+    15: StructuredOutputs(grammar='start: ("a" /[b-p ]{1,4}/ "stop. ")+'),
+}
 
 
 @cache
@@ -95,7 +100,9 @@ def alone(kind: str, request: Request) -> CompletionOutput:
 @cache
 def plain(kind: str, at: int) -> tuple[Request, CompletionOutput]:
     """A request and its plain output: prompts that repeat themselves; ends, penalties and log-probabilities."""
-    more = {**PENALTIES[at % len(PENALTIES)], "logprobs": at % 4} if at >= len(LENGTHS) else {}
+    more: dict[str, Any] = {}
+    if at >= len(LENGTHS):
+        more = {**PENALTIES[at % len(PENALTIES)], "logprobs": at % 4, "structured_outputs": STRUCTURED.get(at)}
     at %= len(LENGTHS)
     [prompt] = make_prompts([LENGTHS[at]], seed=at)
     params = SamplingParams(max_tokens=12 + 5 * at, seed=at, **SAMPLINGS[at // 2 % 4], **more)

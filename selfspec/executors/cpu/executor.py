@@ -146,7 +146,7 @@ class CpuExecutor(Executor):
         """Whether the plan can run in compiled code; see `Executor.serves`."""
         if self._rounds is None or plan.keep_divergence or any(row.has_processors for row in rows):
             return False
-        if any(_may_ban_all_tokens(row, self.split.vocab_size) for row in rows):
+        if any(row.grammar is not None or _may_ban_all_tokens(row, self.split.vocab_size) for row in rows):
             return False
         if plan.exit_layer and self._drafter(plan) is None:
             return False

@@ -35,7 +35,7 @@ class CudaExecutor(Executor):
             return False
         if plan.shadow is not None or plan.keep_divergence or plan.alternatives is not None:
             return False
-        if any(row.has_processors or row.request.keep_logits for row in rows):
+        if any(row.has_processors or row.grammar is not None or row.request.keep_logits for row in rows):
             return False
         return not any(row.request.params.penalizes or row.request.params.logprobs is not None for row in rows)
 

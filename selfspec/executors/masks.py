@@ -1,0 +1,41 @@
+"""Masks of structured outputs, at every position with its own prefix; they come after processors, before filters."""
+
+from __future__ import annotations
+
+from collections import abc
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from selfspec.core import Sequence
+from selfspec.structured.row_grammar import Mask
+
+
+def mask_of(row: Sequence, drafted: abc.Sequence[int]) -> Mask | None:
+    """A row's mask after its content and the `drafted` tokens; None: all tokens are allowed.
+
+    Raises:
+        ValueError: the grammar cannot be followed; it is the row's own fault.
+    """
+    if row.grammar is None:
+        return None
+    with row.blame():
+        return row.grammar.mask(drafted)
+
+
+def masked(logits: Tensor, masks: abc.Sequence[Mask | None]) -> Tensor:
+    """Logits, a new tensor, in which tokens that are not allowed have -inf.
+
+    Args:
+        logits: `[N, vocab]`.
+        masks: of the N positions.
+    """
+    some = [i for i, mask in enumerate(masks) if mask is not None]
+    if not some:
+        return logits
+    bits = np.stack([mask for mask in masks if mask is not None]).astype("<u4", copy=False).view(np.uint8)
+    allowed = torch.from_numpy(np.unpackbits(bits, axis=1, bitorder="little")).bool()[:, : logits.shape[1]]
+    out = logits.clone()
+    out[some] = logits[some].masked_fill(~allowed.to(logits.device), float("-inf"))
+    return out

@@ -1,0 +1,173 @@
+"""Structured outputs through every executor: speculation changes no token, and plain decoding is a plain loop's."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from jsonschema import validate
+
+from selfspec import LLM, SamplingParams, StructuredOutputs
+from selfspec.control.adaptive import Adaptive
+from selfspec.core import LOOKUP, Request
+from selfspec.kernels.pick import scored
+from tests.decoding.test_greedy import tokens_of
+from tests.executors.requests import engine_of, every_executor, most_executors, target
+from tests.helpers import Adversary, Always, Run, Schedule, audit_cache
+from tests.structured.grammars import ASKED, EOS, PERSON, judge_of
+from tests.where_drafts_pay import where_drafts_pay
+
+MOST = 40
+SAMPLINGS = ({}, {"temperature": 0.9, "top_p": 0.9, "seed": 5}, {"temperature": 1.2, "top_k": 30, "seed": 6})
+POLICIES = {
+    "random": lambda: Schedule(0, 4),
+    "programs": lambda: Adversary(1, 4, most_rounds=20, eager=0.2),
+    "fixed": lambda: Always(2, 4, num_rounds=9),
+    "lookup": lambda: Always(LOOKUP, 4, num_rounds=9),
+    "adaptive": lambda: Adaptive(where_drafts_pay()),
+}
+
+
+def params_of(name, sampling=(), **more):
+    settings = {"max_tokens": MOST, "structured_outputs": ASKED[name], **dict(sampling), **more}
+    return SamplingParams(**settings)
+
+
+def prompt_of(at):
+    """Of whole characters, since an output goes on with what a prompt leaves unfinished."""
+    return target("eager").tokenizer("what may it be? " * 2)["input_ids"][at : 5 + 3 * at]
+
+
+@torch.inference_mode()
+def plain_loop(model, prompt, params):
+    """Whole forwards, masks by a fresh matcher at every token, and why the output ends."""
+    judge, output = judge_of(params.structured_outputs), []
+    while len(output) < params.max_tokens:
+        allowed, has_ended = judge.after(output)
+        if has_ended or EOS in output:
+            return output, "stop"
+        logits = model(torch.tensor([[*prompt, *output]])).logits[0, -1].float()
+        kept = torch.full_like(logits, -torch.inf)
+        kept[allowed] = logits[allowed]
+        position = torch.tensor([len(prompt) + len(output)])
+        output.append(int(scored(kept[None], [params], position).argmax()))
+    return output, "stop" if judge.after([t for t in output if t != EOS])[1] or EOS in output else "length"
+
+
+def outputs_of(kind, policy, several, audit=None, **options):
+    """What requests come to that are decoded together."""
+    run = Run(engine_of(kind, policy, **options), audit)
+    for prompt, params in several:
+        run.add(Request(prompt, params, frozenset([EOS])))
+    return run.finish().outputs
+
+
+@every_executor
+def test_plain_decoding_is_a_loop_over_masked_logits_of_transformers(kind):
+    several = [(prompt_of(i), params_of(name, SAMPLINGS[i % 3])) for i, name in enumerate(ASKED)]
+    done = outputs_of(kind, "plain", several)
+    for (prompt, params), output in zip(several, done, strict=True):
+        assert (output.token_ids, output.finish_reason) == plain_loop(target(kind).model, prompt, params)
+    assert {output.finish_reason for output in done} == {"stop", "length"}
+
+
+@most_executors
+@pytest.mark.parametrize("name", POLICIES)
+def test_whatever_drafts_gives_the_tokens_of_plain_decoding_beside_free_rows(kind, name):
+    several = [(prompt_of(i), params_of(one, SAMPLINGS[(i + 1) % 3])) for i, one in enumerate(ASKED)]
+    several += [(prompt_of(i), SamplingParams(max_tokens=30, seed=i, temperature=i % 2)) for i in range(3)]
+    plain = [outputs_of(kind, "plain", [one])[0] for one in several]
+    policy = POLICIES[name]()
+    done = outputs_of(kind, policy, several, audit_cache if kind == "eager" else None, max_num_seqs=4)
+    assert tokens_of(done) == tokens_of(plain)
+    assert [one.finish_reason for one in done] == [one.finish_reason for one in plain]
+    assert [one.text for one in done] == [one.text for one in plain]
+    assert sum(one.stats.num_accepted_draft_tokens for one in done[: len(ASKED)]) > 0
+
+
+@most_executors
+def test_alone_too_and_with_penalties_and_log_probabilities(kind):
+    for i, name in enumerate(ASKED):
+        more = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "logprobs": 2}
+        several = [(prompt_of(i), params_of(name, SAMPLINGS[i % 3], **more))]
+        plain, done = (outputs_of(kind, one, several) for one in ("plain", Adversary(i, 4, most_rounds=9, eager=0.2)))
+        assert tokens_of(done) == tokens_of(plain)
+
+
+def texts_of(name, kind="cpu", **more):
+    several = [(prompt_of(i), params_of(name, {"temperature": 1.5, "seed": i}, **more)) for i in range(6)]
+    return outputs_of(kind, Always(2, 3), several)
+
+
+def test_outputs_that_end_are_what_was_asked_for():
+    for output in texts_of("schema", max_tokens=60):
+        assert output.finish_reason == "stop"
+        validate(json.loads(output.text), PERSON)
+        assert re.fullmatch(r'\{"name":".*","kind":"\w+"\}', output.text), "no token comes after the last bracket"
+    assert {output.text for output in texts_of("choice")} <= set(ASKED["choice"].choice)
+    for output in texts_of("regex"):
+        assert output.finish_reason == "length" or re.fullmatch(ASKED["regex"].regex, output.text)
+    assert all(output.finish_reason == "length" for output in texts_of("schema", max_tokens=9))
+
+
+def test_the_last_token_may_be_the_last_bracket():
+    [whole] = outputs_of("eager", "plain", [(prompt_of(0), params_of("choice"))])
+    for spare in (0, 3):
+        params = params_of("choice", max_tokens=len(whole.token_ids) + spare)
+        [output] = outputs_of("eager", "plain", [(prompt_of(0), params)])
+        assert (output.text, output.finish_reason) == (whole.text, "stop")
+
+
+def test_an_end_of_text_ends_it_even_where_that_is_ignored():
+    params = params_of("regex", {"temperature": 1.0}, ignore_eos=True, max_tokens=60)
+    for seed in range(9):
+        [output] = outputs_of("eager", "plain", [(prompt_of(seed), params)])
+        if output.finish_reason == "stop":
+            break
+    assert re.fullmatch(ASKED["regex"].regex, output.text)
+
+
+def test_stop_strings_and_processors_hold_beside_a_grammar():
+    [free] = outputs_of("eager", "plain", [(prompt_of(1), params_of("schema"))])
+    [cut] = outputs_of("eager", Always(2, 3), [(prompt_of(1), params_of("schema", stop='","'))])
+    assert cut.text == free.text.split('","')[0] and cut.stop_reason == '","'
+
+    def no_letter(ids, logits):
+        logits[:, byte("g")] = -torch.inf
+        return logits
+
+    params = params_of("schema", logits_processors=no_letter, max_tokens=60)
+    [other] = outputs_of("eager", Always(2, 3), [(prompt_of(1), params)])
+    assert json.loads(other.text)["kind"] != "green"
+
+
+def byte(letter):
+    return target("eager").tokenizer(letter)["input_ids"][0]
+
+
+@most_executors
+def test_a_row_with_nothing_left_to_pick_ends_alone_and_says_why(kind):
+    def only_z(ids, logits):
+        kept = logits.clone()
+        kept[:, byte("z") + 1 :] = kept[:, : byte("z")] = -torch.inf
+        return kept
+
+    run = Run(engine_of(kind, Always(2, 3)))
+    wrong = run.add(Request(prompt_of(1), params_of("choice", logits_processors=only_z)))
+    right = run.add(Request(prompt_of(2), params_of("choice")))
+    with pytest.raises(ValueError, match="structured_outputs allow no token that is left to pick"):
+        run.finish(check=False)
+    run.finish(check=False)
+    assert run.output(wrong).finish_reason == "abort"
+    assert run.output(right).text in ASKED["choice"].choice
+
+
+def test_what_cannot_be_honoured_is_refused_when_it_is_asked_for():
+    llm = LLM(target("eager").model, tokenizer=target("eager").tokenizer, backend="views")
+    with pytest.raises(ValueError, match=r"structured_outputs.json is refused by llguidance: Unimplemented keys"):
+        llm.generate("a", SamplingParams(structured_outputs=StructuredOutputs(json={"not": {}})))
+    asked = SamplingParams(structured_outputs=StructuredOutputs(choice=["yes", "no"]), n=3, temperature=1.0)
+    [output] = llm.generate("a", asked)
+    assert {one.text for one in output.outputs} <= {"yes", "no"}
