@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from typer import Option
 
-from selfspec.cli.failure import Failure
+from selfspec.cli.failure import RUN, Failure
 from selfspec.cli.options import ModelArgument, ModelOptions, Quiet, Replicas, ServedModelName, as_sentences
 from selfspec.cli.serve import MAX_NUM_SEQS, PARTS, check_replicas, require
 from selfspec.cli.session import open_llm
@@ -52,8 +52,15 @@ def batch(
             from selfspec.serving.batch_files import read_lines
 
         size, unlimited = config.max_num_seqs or MAX_NUM_SEQS, cast(dict[str, Any], UNLIMITED)
-        name = served_model_name or model
-        config = replace(config, model=name, max_num_seqs=size, max_body_bytes=1 << 40, **unlimited)
+        name, *aliases = served_model_name or [model]
+        config = replace(
+            config,
+            model=name,
+            aliases=aliases,
+            access_log=False,
+            max_num_seqs=size,
+            **unlimited,
+        )
         make_llm = partial(open_llm, model, options, speculative, max_num_seqs=size)
         is_parquet = output.suffix == PARQUET
         with _opened(output.with_name(output.name + ".jsonl") if is_parquet else output) as answers:
@@ -63,6 +70,8 @@ def batch(
             if is_parquet:
                 answers.to_parquet(output)
         status.say(f"{num_new} lines answered, {answers.num_failed} of them with an error; {num_before} were before")
+    if answers.num_failed:
+        raise Failure(f"{answers.num_failed} lines failed; their errors are in {output}, and they are asked again", RUN)
 
 
 def _opened(file: Path) -> Answers:

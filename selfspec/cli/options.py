@@ -49,7 +49,10 @@ IgnoreGenerationConfig = Annotated[
 System = Annotated[str | None, Option(help="System message.", metavar="TEXT")]
 Json = Annotated[bool, Option("--json", help="One JSON document.")]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="Nothing on stderr but errors.")]
-ServedModelName = Annotated[str | None, Option(help="How requests call the model. Default: MODEL.", metavar="NAME")]
+ServedModelName = Annotated[
+    list[str] | None,
+    Option(help="How requests call the model; it may have several names. Default: MODEL.", metavar="NAME"),
+]
 Replicas = Annotated[
     int | None,
     Option(
@@ -59,6 +62,7 @@ Replicas = Annotated[
 
 # Fields without an option: those that only a program can give, and those that commands give by options of their own.
 NO_OPTION = {
+    "aliases",
     "generation_config",
     "learn",
     "logit_bias",
@@ -69,6 +73,8 @@ NO_OPTION = {
     "structured_outputs",
 }
 TYPES: dict[str, Any] = {  # of fields whose annotation typer cannot read
+    "allowed_origins": list[str] | None,
+    "api_key": list[str] | None,
     "corpus": Path | None,
     "drafters": list[str] | None,
     "policy": Literal[tuple(POLICIES)] | None,
@@ -76,7 +82,8 @@ TYPES: dict[str, Any] = {  # of fields whose annotation typer cannot read
     "stop_token_ids": list[str] | None,
 }
 DETAILS: dict[str, dict[str, Any]] = {
-    "api_key": {"envvar": ENV_API_KEY},
+    "allowed_origins": {"metavar": "ORIGIN"},
+    "api_key": {"envvar": ENV_API_KEY, "metavar": "KEY"},
     "corpus": {
         "exists": True,
         "dir_okay": False,

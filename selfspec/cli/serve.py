@@ -56,7 +56,8 @@ def serve(
     require("serve", PARTS)
     with StatusConsole(quiet) as status:
         model = chosen(model, status)
-    config = replace(config, model=served_model_name or model, max_num_seqs=size)
+    name, *aliases = served_model_name or [model]
+    config = replace(config, model=name, aliases=aliases, max_num_seqs=size, access_log=config.access_log and not quiet)
     if replicas is not None:
         if learn is not None or config.log_prompts:
             name = "--learn" if learn is not None else "--log-prompts"

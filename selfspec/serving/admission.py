@@ -17,7 +17,29 @@ from selfspec.serving.metrics import Metrics
 from selfspec.serving.refusal import Refusal
 
 LONGEST_RETRY = 60  # the longest time that a client is asked to wait, in seconds
-SMOOTHING = 0.1  # weight of the last call in the mean of their seconds
+MEMORY = 0.98  # weight of all outputs that ended before, with one more
+
+
+class Pace:
+    """Seconds from one output's end to the next, lately. Times are of the monotonic clock."""
+
+    def __init__(self) -> None:
+        self._outputs, self._seconds, self._mark = 0.0, 0.0, 0.0
+
+    def begin(self, now: float) -> None:
+        """There is something to do again."""
+        self._mark = now
+
+    def ended(self, count: int, now: float) -> None:
+        """So many outputs ended."""
+        weight = MEMORY**count
+        self._outputs = weight * self._outputs + count
+        self._seconds = weight * self._seconds + now - self._mark
+        self._mark = now
+
+    def seconds(self, count: int) -> float:
+        """In which so many outputs end; 0 where none has ended yet."""
+        return count * self._seconds / self._outputs if self._outputs else 0.0
 
 
 class Dispatcher:
@@ -37,7 +59,7 @@ class Dispatcher:
         self._sent: dict[str, Call] = {}  # the engine has not said yet that it took them
         self._load = Load()  # the last one known
         metrics.watch(lambda: self._load.num_running, lambda: self._num_waiting, lambda: self._load.kv_usage)
-        self._seconds = 1.0  # of a call, in the mean
+        self._pace = Pace()
         self._has_stopped = True
         self.is_draining = False
         """Whether new calls are refused while those that run end."""
@@ -57,6 +79,7 @@ class Dispatcher:
         if (held := engine.max_num_cached_tokens) < (self._config.max_model_len or 0):
             await self.stop()
             raise ValueError(f"max_num_cached_tokens must hold max_model_len tokens, {most}, and {held} are held")
+        self._metrics.cache(engine.cache.page_size, engine.cache.num_pages)
         self.max_model_len, self._has_stopped = min(most, held), False
 
     async def stop(self) -> None:
@@ -96,6 +119,8 @@ class Dispatcher:
             self._metrics.reject("draining" if self.is_draining else "engine_dead")
             raise Refusal(f"the server {reason}; try another one", 503, code="unavailable", retry_after=1)
         self._admit(call)
+        if not self._open:
+            self._pace.begin(call.arrived)
         self._open[call.name] = self._sent[call.name] = call
         self._loop.submit(call)
 
@@ -127,9 +152,8 @@ class Dispatcher:
         return self._load.num_waiting + sum(sent.num_rows for sent in self._sent.values())
 
     def _busy(self, reason: str, waiting: int) -> Refusal:
-        seconds = math.ceil(self._seconds * (1 + waiting / self._max_num_seqs))
-        after = max(1, min(LONGEST_RETRY, seconds))
-        return Refusal(f"{reason}; try again in {after} s", 429, code="server_busy", retry_after=after)
+        after = max(1, min(LONGEST_RETRY, math.ceil(self._pace.seconds(waiting))))
+        return Refusal(f"{reason}; try again in {after} s", 429, retry_after=after)
 
     # --------------------------------------------------------------------------------------------------------- update
 
@@ -145,7 +169,8 @@ class Dispatcher:
             self._sent.pop(call.name, None)
             call.accept()
         for call, now in update.started:
-            self._metrics.start(now - call.arrived)
+            call.started = call.started or now
+            self._metrics.start(call, now)
         for call, prompt, output, now in update.outputs:
             is_open = call.name in self._open  # else its client has gone, and its end was counted then
             for choice, last_at in call.add(prompt, output, now):
@@ -155,7 +180,7 @@ class Dispatcher:
                     self._metrics.end(call, choice, now)
             if is_open and call.has_ended:
                 del self._open[call.name]
-                self._seconds += SMOOTHING * (now - call.arrived - self._seconds)
+                self._pace.ended(call.num_rows, now)
                 self._metrics.prompts(call)
         for call, refusal in update.failed:  # after its outputs, which came before
             self._fail(call, refusal)

@@ -9,15 +9,19 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 import selfspec
 from selfspec.llm import LLM
 from selfspec.serving.bodies import Json
-from selfspec.serving.border import Border
+from selfspec.serving.border import REQUEST_ID, Border
 from selfspec.serving.config import ServerConfig
+from selfspec.serving.messages import MessagesRequest
 from selfspec.serving.protocol import SHAPES, ChatRequest, CompletionRequest
 from selfspec.serving.refusal import Refusal, invalid
+from selfspec.serving.responses import ResponsesRequest
 from selfspec.serving.server import Server
+from selfspec.serving.tokenizing import DetokenizeRequest, TokenizeRequest
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "a field that is wrong, or is not served"},
@@ -47,7 +51,10 @@ def create_app(llm: LLM, config: ServerConfig | None = None) -> FastAPI:
 
     app = FastAPI(title="selfspec", version=selfspec.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
-    app.add_middleware(Border, config=server.config)
+    app.add_middleware(Border, config=server.config, metrics=server.metrics)
+    if server.config.allowed_origins:
+        wide: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": [REQUEST_ID]}
+        app.add_middleware(CORSMiddleware, allow_origins=[*server.config.allowed_origins], **wide)
     _add_errors(app)
     _add_routes(app, server)
     return app
@@ -62,14 +69,46 @@ def _add_routes(app: FastAPI, server: Server) -> None:
     async def chat_completions(asked: ChatRequest) -> Response:
         return await server.chat(asked)
 
+    @app.post("/v1/responses", responses=ERRORS)
+    async def responses(asked: ResponsesRequest) -> Response:
+        return await server.respond(asked)
+
+    @app.post("/v1/messages", responses=ERRORS)
+    async def messages(asked: MessagesRequest) -> Response:
+        return await server.message(asked)
+
+    @app.post("/v1/messages/count_tokens", responses=ERRORS)
+    async def count_tokens(asked: MessagesRequest) -> Response:
+        return await server.count(asked)
+
     @app.get("/v1/models", responses={401: ERRORS[401]})
     async def models() -> Response:
-        own = {"id": server.config.model, "object": "model", "created": server.created, "owned_by": "selfspec"}
-        return Json({"object": "list", "data": [own | {"max_model_len": server.reader.max_model_len}]})
+        return Json({"object": "list", "data": [server.about(name) for name in server.names]})
+
+    @app.get("/v1/models/{name:path}", responses={401: ERRORS[401], 404: ERRORS[404]})
+    async def model(name: str) -> Response:
+        return Json(server.about(server.model(name)))
+
+    @app.post("/tokenize", responses=ERRORS)
+    async def tokenize(asked: TokenizeRequest) -> Response:
+        return await server.tokenize(asked)
+
+    @app.post("/detokenize", responses=ERRORS)
+    async def detokenize(asked: DetokenizeRequest) -> Response:
+        return server.detokenize(asked)
+
+    @app.get("/tokenizer_info", responses={401: ERRORS[401], 404: ERRORS[404]})
+    async def tokenizer_info() -> Response:
+        return server.about_tokenizer()
 
     @app.get("/health", responses={503: ERRORS[503]})
     async def health() -> Response:
         return Response(status_code=200 if server.dispatcher.is_healthy else 503)
+
+    @app.get("/ping")
+    @app.post("/ping")
+    async def ping() -> Response:
+        return await health()
 
     @app.get("/metrics")
     async def metrics() -> Response:

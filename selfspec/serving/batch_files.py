@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -45,13 +44,19 @@ def read_lines(file: Path) -> Iterator[Line]:
     for number, found in enumerate(_rows(file), 1):
         if found is None:
             continue
+        name = f"line-{number}"
         try:
-            line = _parse(number, found)
-            if line.custom_id in seen:
-                raise ValueError(f"custom_id {line.custom_id!r} is that of line {seen[line.custom_id]}, too")
+            given = _object(found) if isinstance(found, bytes) else found
+            if not isinstance(given, dict):
+                raise ValueError(f"must be an object, got {type(given).__name__}")
+            own = _id_of(given)
+            if own in seen:
+                raise ValueError(f"custom_id {own!r} is that of line {seen[own]}, too")
+            name = own or name
+            line = _parse(number, name, given)
         except (ValueError, RecursionError) as problem:
-            line = Line(number, f"line-{number}", problem=str(problem))
-        seen[line.custom_id] = number
+            line = Line(number, name, problem=str(problem))
+        seen[name] = number
         yield line
 
 
@@ -77,13 +82,15 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
-def _parse(number: int, found: Any) -> Line:
-    given = _object(found) if isinstance(found, bytes) else found
-    if not isinstance(given, dict):
-        raise ValueError(f"must be an object, got {type(given).__name__}")
+def _id_of(given: dict[str, Any]) -> str | None:
+    """A line's own name, which is taken out of it."""
     name = given.pop("custom_id", given.pop("id", None))
     if not isinstance(name, str | int | None) or isinstance(name, bool):
         raise ValueError(f"custom_id must be a text or an integer, got {json.dumps(name)}")
+    return None if name is None else str(name)
+
+
+def _parse(number: int, custom_id: str, given: dict[str, Any]) -> Line:
     body = given.get("body", given)
     if isinstance(body, str):  # as Parquet files have it, whose columns have one type each
         body = _object(body)
@@ -95,7 +102,6 @@ def _parse(number: int, found: Any) -> Line:
         raise ValueError(f"url must be {COMPLETIONS} or {CHAT}, got {json.dumps(url)}")
     if body.get("stream"):
         raise ValueError("stream must be false in a batch")
-    custom_id = f"line-{number}" if name is None else str(name)
     if body.get("seed") is None:
         body["seed"] = crc32(custom_id.encode("utf-8", "surrogatepass"))
     return Line(number, custom_id, url, body)
@@ -110,6 +116,8 @@ def _object(text: str | bytes) -> Any:
 
 class Answers:
     """A file of answers, a JSON line each, in the order in which they came. It can be resumed.
+
+    The errors in it are taken out when it is opened again, so that those lines are asked again.
 
     A line is written at once, so that a process that is killed leaves whole lines; half a line at the end, as a full
     disk leaves it, is taken away when the file is opened again.
@@ -131,17 +139,36 @@ class Answers:
             raise
 
     def _read(self) -> None:
-        end = 0
+        kept, is_whole = list[bytes](), True
         with self.file.open("rb") as stream:
             for number, raw in enumerate(stream, 1):
                 if not raw.endswith(b"\n"):
+                    is_whole = False
                     break
                 try:
-                    self.done.add(json.loads(raw)["custom_id"])
+                    answer = json.loads(raw)
+                    name, has_failed = answer["custom_id"], _has_failed(answer)
                 except (ValueError, KeyError, TypeError):
                     raise ValueError(f"line {number} is no answer of a batch") from None
-                end += len(raw)
-        os.truncate(self._stream.fileno(), end)
+                is_whole &= not has_failed
+                if not has_failed:
+                    self.done.add(name)
+                    kept.append(raw)
+        if not is_whole:
+            self._rewrite(kept)
+
+    def _rewrite(self, lines: list[bytes]) -> None:
+        """Let the file have these lines alone, all at once."""
+        other = self.file.with_name(self.file.name + ".new")
+        stream = other.open("wb+", buffering=0)
+        if fcntl is not None:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for line in lines:
+            if stream.write(line) != len(line):
+                raise OSError("the disk is full")
+        other.replace(self.file)
+        self._stream.close()
+        self._stream = stream
 
     def write(self, answer: Answer) -> None:
         """Add an answer."""
@@ -149,7 +176,7 @@ class Answers:
         if self._stream.write(line) != len(line):
             raise OSError("the disk is full")
         self.done.add(answer["custom_id"])
-        self.num_failed += answer["error"] is not None or answer["response"]["status_code"] != 200
+        self.num_failed += _has_failed(answer)
 
     def to_parquet(self, file: Path) -> None:
         """The same as a Parquet file: custom_id, text of the first output, status_code; response and error as JSON."""
@@ -175,6 +202,10 @@ class Answers:
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stream.close()
+
+
+def _has_failed(answer: Answer) -> bool:
+    return answer["error"] is not None or answer["response"]["status_code"] != 200
 
 
 def _row(answer: Answer) -> dict[str, Any]:

@@ -1,8 +1,11 @@
-"""`Border`: what every request passes: API key, size of its body, and its id, which the answer bears, too."""
+"""`Border`: what every request passes: origin, API key, size of its body, its id, and the count and log of answers."""
 
 from __future__ import annotations
 
 import hmac
+import logging
+from time import perf_counter
+from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -10,10 +13,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from selfspec.serving.bodies import Json
 from selfspec.serving.config import ServerConfig
-from selfspec.serving.refusal import Refusal
+from selfspec.serving.metrics import Metrics
+from selfspec.serving.refusal import ANTHROPIC, Refusal
 
-GUARDED = "/v1/"
+_access = logging.getLogger("selfspec.serving.access")
+OPEN = ("/health", "/metrics", "/version", "/ping")  # which need no key
 REQUEST_ID = "x-request-id"
+GONE = 499  # the status of requests whose clients left before an answer began
 
 
 class Border:
@@ -21,45 +27,60 @@ class Border:
 
     Args:
         app: what is behind it.
+        metrics: counts the answers.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
-        self._app, self._config = app, config
+    def __init__(self, app: ASGIApp, config: ServerConfig, metrics: Metrics) -> None:
+        self._app, self._config, self._metrics = app, config, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        own = headers.get(REQUEST_ID)
-        answer = send if own is None else _marked(send, own)
+        headers, start, status = Headers(scope=scope), perf_counter(), GONE
+        request_id = headers.get(REQUEST_ID) or uuid4().hex
+
+        async def marked(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+            await send(message)
+
         refusal = self._refusal(scope["path"], headers)
-        if refusal is None:
-            await self._app(scope, _limited(receive, self._config.max_body_bytes), answer)
-        else:
-            await Json(refusal.body, refusal.status, refusal.headers)(scope, receive, answer)
+        try:
+            if refusal is None:
+                await self._app(scope, _limited(receive, self._config.max_body_bytes), marked)
+            else:
+                body = refusal.body_for(scope["path"])
+                await Json(body, refusal.status, refusal.headers)(scope, receive, marked)
+        finally:
+            self._told(scope, status, perf_counter() - start, request_id)
+
+    def _told(self, scope: Scope, status: int, seconds: float, request_id: str) -> None:
+        """Count an answer, and write a line of it."""
+        handler = getattr(scope.get("route"), "path", "none")  # not the path: anybody can make paths up
+        self._metrics.answered(scope["method"], handler, status, seconds)
+        if self._config.access_log and scope["path"] not in OPEN:
+            where, own = scope.get("client") or ("-",), (scope["method"], scope["path"], status)
+            _access.info("%s %s %s %d %.3fs %s", where[0], *own, seconds, request_id)
 
     def _refusal(self, path: str, headers: Headers) -> Refusal | None:
-        key = self._config.api_key
-        if key is not None and path.startswith(GUARDED):
-            given = headers.get("authorization", "").encode()
-            if not hmac.compare_digest(given, f"Bearer {key}".encode()):
-                return Refusal("the API key is missing or wrong", 401, code="invalid_api_key")
+        keys = self._config.api_keys
+        if keys and path not in OPEN and not self._is_known(path, headers, keys):
+            return Refusal("the API key is missing or wrong", 401, code="invalid_api_key")
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._config.max_body_bytes:
             return _too_large(self._config.max_body_bytes)
         return None
 
-
-def _marked(send: Send, request_id: str) -> Send:
-    """The same messages: the answer bears the request's id."""
-
-    async def marked(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            MutableHeaders(scope=message)[REQUEST_ID] = request_id
-        await send(message)
-
-    return marked
+    def _is_known(self, path: str, headers: Headers, keys: tuple[str, ...]) -> bool:
+        """Whether a request has one of the keys; all are compared, so that time tells nothing."""
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        sent = [given.strip()] if scheme.lower() == "bearer" else []
+        sent += [headers.get("x-api-key", "")] if path.startswith(ANTHROPIC) else []
+        same = [hmac.compare_digest(one.encode(), key.encode()) for one in sent for key in keys]
+        return any(same)
 
 
 def _limited(receive: Receive, most: int) -> Receive:

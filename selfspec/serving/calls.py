@@ -82,6 +82,7 @@ class Call:
         self._max_length, self._drops_output = max_length, drops_output
         self.arrived = monotonic()
         self.deadline = self.arrived + seconds
+        self.started: float | None = None  # when the first of its prompts got a place
         self.choices = [Choice(index) for index in range(self.num_rows)]
         self.prompt_logprobs: list[PromptLogprobs | None] = [None] * len(prompts)
         self.num_cached_tokens = 0  # of prompts, that were in the cache

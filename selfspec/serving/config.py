@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from selfspec.errors import flag, got, is_number, whole
 
@@ -19,7 +21,10 @@ class ServerConfig:
 
     Args:
         model: the name that clients ask for.
-        api_key: what clients of /v1 must send as a bearer token; default: nothing, and anybody is served.
+        aliases: other names that it has.
+        api_key: what clients must send as a bearer token, one of them where there are several; default: nothing, and
+            anybody is served.
+        allowed_origins: web sites whose pages may call the server (CORS), such as https://example.org; "*": all.
         max_num_seqs: outputs decoded together; default: the LLM's, and 16 for `selfspec serve`.
         max_model_len: most tokens of a prompt and its output, which the cache must hold. Default: the model's context,
             as far as the cache holds it.
@@ -30,6 +35,7 @@ class ServerConfig:
         max_waiting_tokens: prompt tokens that may wait; a single request may exceed it while no other waits.
         request_timeout: seconds after which a request is ended, waiting included.
         max_body_bytes: largest request body.
+        access_log: write a line to the log for every answer.
         log_prompts: write prompts to the log.
 
     Raises:
@@ -37,7 +43,9 @@ class ServerConfig:
     """
 
     model: str = "selfspec"
-    api_key: str | None = None
+    aliases: Sequence[str] = ()
+    api_key: str | Sequence[str] | None = None
+    allowed_origins: Sequence[str] | None = None
     max_num_seqs: int | None = None
     max_model_len: int | None = None
     max_num_cached_tokens: int | None = None
@@ -46,13 +54,15 @@ class ServerConfig:
     max_waiting_tokens: int = 1 << 18
     request_timeout: float = 600.0
     max_body_bytes: int = 8 << 20
+    access_log: bool = True
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("model", "api_key"):
-            text = getattr(self, name)
-            if not (isinstance(text, str) and text) and not (name == "api_key" and text is None):
-                raise ValueError(f"{name} must be a text that is not empty, {got(text)}")
+        several: dict[str, Any] = {name: getattr(self, name) or () for name in ("aliases", "allowed_origins")}
+        for name, texts in {"model": (self.model,), "api_key": self.api_keys, **several}.items():
+            for text in [texts] if isinstance(texts, str) else texts:
+                if not isinstance(text, str) or not text:
+                    raise ValueError(f"{name} must be a text that is not empty, {got(text)}")
         for name, least in (("max_num_seqs", 1), ("max_model_len", 2), ("max_num_cached_tokens", LEAST_CACHED)):
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name), least)
@@ -62,11 +72,18 @@ class ServerConfig:
         if not (is_number(self.request_timeout) and self.request_timeout > 0):
             raise ValueError(f"request_timeout must be a number of seconds above 0, {got(self.request_timeout)}")
         flag("log_prompts", self.log_prompts)
+        flag("access_log", self.access_log)
         if self.max_model_len and self.max_num_cached_tokens and self.max_model_len > self.max_num_cached_tokens:
             raise ValueError(
                 f"max_model_len must be at most max_num_cached_tokens, {self.max_num_cached_tokens}, "
                 f"got {self.max_model_len}; lower one or raise the other"
             )
+
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        """Those that open the server; none: it is open."""
+        given = self.api_key
+        return () if given is None else (given,) if isinstance(given, str) else tuple(given)
 
     def lengths(self, context: int, max_num_seqs: int) -> tuple[int, int]:
         """Most tokens of a prompt and its output, and the cached tokens that hold them.

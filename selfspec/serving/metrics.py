@@ -45,6 +45,18 @@ class Metrics:
         per_token = "First token to last, by the tokens after the first."
         self._per_token = histogram("vllm:request_time_per_output_token_seconds", per_token, **seconds)
         self._whole = histogram("vllm:e2e_request_latency_seconds", "Arrival to the end.", **seconds)
+        self._prefill = histogram("vllm:request_prefill_time_seconds", "A place to the first token.", **seconds)
+        self._decode = histogram("vllm:request_decode_time_seconds", "First token to last.", **seconds)
+        self._inference = histogram("vllm:request_inference_time_seconds", "A place to the last token.", **seconds)
+        self._n = histogram("vllm:request_params_n", "`n` of requests.", buckets=LENGTHS)
+        self._asked = histogram("vllm:request_params_max_tokens", "`max_tokens` of requests.", buckets=TOKENS)
+        self._iteration = histogram("vllm:iteration_tokens_total", "New tokens of a program.", buckets=TOKENS)
+        gauge("vllm:num_preemptions", "Sequences that lost their place: none ever does.")
+        http: dict[str, Any] = {"registry": self.registry}
+        self._http = Counter("http_requests", "Answers.", ("handler", "method", "status"), **http)
+        self._http_seconds = Histogram(
+            "http_request_duration_seconds", "Seconds of answers.", ("handler", "method"), buckets=SECONDS, **http
+        )
         self._prompt = histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", buckets=TOKENS)
         self._output = histogram("vllm:request_generation_tokens", "Tokens of an output.", buckets=TOKENS)
         self._drafts = counter("vllm:spec_decode_num_drafts", "Drafts: a row in a round that drafted for it.")
@@ -81,7 +93,7 @@ class Metrics:
 
     def program(self, rounds: Sequence[RoundOutput]) -> None:
         """Count the rounds of a program, all at once."""
-        sums = defaultdict[Any, float](float)
+        sums, num_tokens = defaultdict[Any, float](float), 0
         for round_ in rounds:
             seconds = round_.seconds
             sums[self._stages("prefill")] += seconds.prefill
@@ -95,7 +107,7 @@ class Metrics:
                 sums[self._exits(layer)] += 1
             sums[self._wasted] += round_.num_wasted
             for row in round_.rows:
-                sums[self._new_tokens] += len(row.token_ids)
+                num_tokens += len(row.token_ids)
                 if row.drafted:
                     self._lengths.observe(len(row.drafted))
                     sums[self._drafts] += 1
@@ -103,16 +115,36 @@ class Metrics:
                     sums[self._accepted] += row.num_accepted
                     for position in range(row.num_accepted):
                         sums[self._positions(position)] += 1
+        sums[self._new_tokens] += num_tokens
+        self._iteration.observe(num_tokens)
         for counter, number in sums.items():
             counter.inc(number)
+
+    def cache(self, page_size: int, num_pages: int) -> None:
+        """Tell what the KV cache is like."""
+        labels = {"block_size": page_size, "num_gpu_blocks": num_pages, "model_name": self._model}
+        Gauge("vllm:cache_config_info", "Pages of the KV cache.", (*labels,), registry=self.registry).labels(
+            **labels
+        ).set(1)
+
+    def answered(self, method: str, handler: str, status: int, seconds: float) -> None:
+        """Count an answer of any kind.
+
+        Args:
+            handler: the route.
+        """
+        self._http.labels(handler, method, status).inc()
+        self._http_seconds.labels(handler, method).observe(seconds)
 
     def reject(self, reason: str) -> None:
         """Count a request that was not admitted."""
         self._rejections(reason).inc()
 
-    def start(self, seconds: float) -> None:
-        """Count a request that got a place so many seconds after it came."""
-        self._queue.observe(seconds)
+    def start(self, call: Call, now: float) -> None:
+        """Count a request that got a place."""
+        self._queue.observe(now - call.arrived)
+        self._n.observe(call.params.n)
+        self._asked.observe(call.params.max_tokens or 0)
 
     def piece(self, call: Call, last_at: float | None, now: float) -> None:
         """Count that a program added to an output. `last_at`: when the piece before came; None: there was none."""
@@ -126,7 +158,13 @@ class Metrics:
         self._success(choice.finish_reason).inc()
         self._output.observe(choice.num_tokens)
         self._whole.observe(now - call.arrived)
-        if choice.first_at is not None and choice.last_at is not None and choice.num_tokens > 1:
+        if choice.first_at is None or choice.last_at is None:
+            return
+        started = call.arrived if call.started is None else call.started
+        self._prefill.observe(choice.first_at - started)
+        self._decode.observe(choice.last_at - choice.first_at)
+        self._inference.observe(choice.last_at - started)
+        if choice.num_tokens > 1:
             self._per_token.observe((choice.last_at - choice.first_at) / (choice.num_tokens - 1))
 
     def prompts(self, call: Call) -> None:

@@ -10,11 +10,11 @@ import json
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from selfspec.core import MAX_LOGPROBS, SamplingParams
 from selfspec.serving.fields import check_fields
-from selfspec.serving.refusal import Refusal
+from selfspec.serving.refusal import Refusal, invalid
 
 COMPLETION_TOKENS = 16  # of a completion whose client names no length, as OpenAI has it
 INT32 = (1 << 31) - 1
@@ -224,6 +224,33 @@ class ChatRequest(GenerationRequest):
         options |= {"continue_final_message": True} if continues else {}
         options |= {} if self.documents is None else {"documents": self.documents}
         return options | ({} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort})
+
+
+def translated(request: GenerationRequest, more: dict[str, Any]) -> ChatRequest:
+    """The internal request of another route's.
+
+    Args:
+        more: the fields that are not common to both.
+
+    Raises:
+        Refusal: a field is wrong, or asks for more than the route's answers have place for.
+    """
+    if request.n not in (None, 1):
+        raise Refusal(f"n must be 1 on this route, got {request.n}; send several requests", param="n")
+    common = {name: getattr(request, name) for name in GenerationRequest.model_fields if name != "stream_options"}
+    return chat_request(common | more)
+
+
+def chat_request(fields: dict[str, Any]) -> ChatRequest:
+    """An internal request.
+
+    Raises:
+        Refusal: a field is wrong.
+    """
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as problem:
+        raise invalid(problem.errors(), SHAPES, 0) from problem
 
 
 def _text_of(part: Part | str, name: str) -> str:

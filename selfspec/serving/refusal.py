@@ -77,14 +77,15 @@ def shown(value: object) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
 
 
-def invalid(errors: Sequence[Mapping[str, Any]], shapes: Mapping[str, str]) -> Refusal:
+def invalid(errors: Sequence[Mapping[str, Any]], shapes: Mapping[str, str], start: int = 1) -> Refusal:
     """What pydantic found wrong, as a sentence that names the field, what is allowed and what came.
 
     Args:
         shapes: what fields that may have several shapes must be; pydantic would name the first.
+        start: names before the field's in an error's place.
     """
     first = errors[0]
-    where = [str(part) for part in first["loc"][1:]]
+    where = [str(part) for part in first["loc"][start:]]
     if not where or first["type"] == "json_invalid":
         message = "the body must be valid JSON, an object, sent with Content-Type: application/json"
         return Refusal(message, code="invalid_json")

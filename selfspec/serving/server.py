@@ -19,11 +19,15 @@ from selfspec.serving.admission import Dispatcher
 from selfspec.serving.bodies import ChatWriter, CompletionWriter, Json, Writer
 from selfspec.serving.calls import Call
 from selfspec.serving.config import ServerConfig
+from selfspec.serving.fields import check_fields
 from selfspec.serving.loop import refusal_of
+from selfspec.serving.messages import MessagesRequest, MessagesWriter
 from selfspec.serving.metrics import Metrics
 from selfspec.serving.protocol import COMPLETION_TOKENS, ChatRequest, CompletionRequest, GenerationRequest
-from selfspec.serving.refusal import Refusal
+from selfspec.serving.refusal import Refusal, shown
+from selfspec.serving.responses import ResponsesRequest, ResponsesWriter
 from selfspec.serving.token_texts import TokenTexts
+from selfspec.serving.tokenizing import DetokenizeRequest, TokenizeRequest, tokenizer_info
 from selfspec.serving.tokens import Reader
 
 _log = logging.getLogger("selfspec.serving")
@@ -90,9 +94,15 @@ class Server:
         await self.dispatcher.start()
         self.reader.max_model_len = self.dispatcher.max_model_len
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What requests may call the model."""
+        return self.config.model, *self.config.aliases
+
     async def complete(self, asked: CompletionRequest) -> Response:
         """`/v1/completions`."""
-        model = self.model(asked)
+        model = self.model(asked.model)
+        asked.refuse_unserved()
         if asked.stream and asked.echo and asked.logprobs is not None:
             raise Refusal("echo with logprobs cannot be streamed; leave stream out", param="stream")
         self.dispatcher.refuse_too_many(len(asked.prompts), asked.n or 1)
@@ -105,34 +115,75 @@ class Server:
 
     async def chat(self, asked: ChatRequest) -> Response:
         """`/v1/chat/completions`."""
-        model = self.model(asked)
-        return Answer(ChatWriter(asked, await self.chat_call(asked, "chatcmpl"), model, self.tokens), self.dispatcher)
+        model = self.model(asked.model)
+        asked.refuse_unserved()
+        call = await self._chat_call(asked, "chatcmpl")
+        return Answer(ChatWriter(asked, call, model, self.tokens), self.dispatcher)
 
-    async def chat_call(self, asked: ChatRequest, kind: str) -> Call:
-        """The call that answers a conversation.
+    async def respond(self, asked: ResponsesRequest) -> Response:
+        """`/v1/responses`."""
+        model = self.model(asked.model)
+        asked.refuse_unserved()
+        request = asked.as_chat()
+        call = await self._chat_call(request, "resp")
+        return Answer(ResponsesWriter(asked, request, call, model, self.tokens), self.dispatcher)
 
-        Args:
-            kind: the first part of its name.
+    async def message(self, asked: MessagesRequest) -> Response:
+        """`/v1/messages`."""
+        model = self.model(asked.model)
+        asked.refuse_unserved()
+        request = asked.as_chat()
+        call = await self._chat_call(request, "msg")
+        return Answer(MessagesWriter(request, call, model, self.tokens), self.dispatcher)
+
+    async def count(self, asked: MessagesRequest) -> Response:
+        """`/v1/messages/count_tokens`."""
+        self.model(asked.model)
+        asked.refuse_unserved()
+        return Json({"input_tokens": len(await self.reader.chat(asked.as_chat()))})
+
+    async def tokenize(self, asked: TokenizeRequest) -> Response:
+        """`/tokenize`."""
+        self.model(asked.model)
+        check_fields(asked.model_extra or {})
+        return Json(asked.answer(await asked.tokens(self.reader), self.reader, self.tokens))
+
+    def detokenize(self, asked: DetokenizeRequest) -> Response:
+        """`/detokenize`."""
+        self.model(asked.model)
+        if any(token >= self._vocab_size for token in asked.tokens):
+            raise Refusal(f"tokens must lie in 0..{self._vocab_size - 1}, the model's vocabulary", param="tokens")
+        text = self.reader.text(asked.tokens)
+        return Json({"prompt": text, "content": text})
+
+    def about_tokenizer(self) -> Response:
+        """`/tokenizer_info`."""
+        if self.reader.tokenizer is None:
+            raise Refusal("this model has no tokenizer; send token ids", 404)
+        return Json(tokenizer_info(self.reader.tokenizer, self.reader.max_model_len))
+
+    def about(self, name: str) -> dict[str, Any]:
+        """The model by one of its names, as `/v1/models` tells it."""
+        own = {"id": name, "object": "model", "created": self.created, "owned_by": "selfspec"}
+        return own | {"root": self.config.model, "parent": None, "max_model_len": self.reader.max_model_len}
+
+    def model(self, name: str | None) -> str:
+        """The name of the model that a request asks for.
 
         Raises:
-            Refusal: what cannot be served.
+            Refusal: there is none of that name.
         """
+        if name is None or name in self.names:
+            return name or self.config.model
+        message = f"there is no model {shown(name)} here; this server has {', '.join(map(repr, self.names))}"
+        raise Refusal(message, 404, param="model", code="model_not_found")
+
+    async def _chat_call(self, asked: ChatRequest, kind: str) -> Call:
+        """The call that answers a conversation; `kind` is the first part of its name."""
         self.dispatcher.refuse_too_many(1, asked.n or 1)
         prompt = await self.reader.chat(asked)
         length = self.reader.max_model_len - len(prompt) if asked.length is None else asked.length
         return self._call(kind, asked, [prompt], length, False)
-
-    def model(self, asked: GenerationRequest) -> str:
-        """The model that a request names.
-
-        Raises:
-            Refusal: there is none of that name, or the request has fields that are not served.
-        """
-        if asked.model is not None and asked.model != self.config.model:
-            message = f"there is no model {asked.model!r} here; this server has {self.config.model!r}"
-            raise Refusal(message, 404, param="model", code="model_not_found")
-        asked.refuse_unserved()
-        return asked.model or self.config.model
 
     def _call(
         self,

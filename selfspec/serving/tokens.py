@@ -33,8 +33,11 @@ class Reader:
         template: Any = getattr(llm.tokenizer, "apply_chat_template", None)
         self._own_names = {"messages"} if template is None else {"messages", *signature(template).parameters}
 
-    async def prompts(self, request: CompletionRequest) -> list[list[int]]:
+    async def prompts(self, request: CompletionRequest, fits: bool = True) -> list[list[int]]:
         """Token ids of every prompt.
+
+        Args:
+            fits: refuse those that leave no place for an answer.
 
         Raises:
             Refusal: an empty prompt, or a text that has none.
@@ -46,10 +49,10 @@ class Reader:
         if texts and self.tokenizer is None:
             raise Refusal("prompt is a text, and this model has no tokenizer; send token ids", param="prompt")
         for text in texts:
-            self._check_text(text, "prompt", is_cut)
+            self._check_text(text, "prompt", is_cut or not fits)
         options = {} if request.add_special_tokens is None else {"add_special_tokens": request.add_special_tokens}
         made = await self._away(sum(map(len, texts)), lambda: [self._ids(one, options) for one in given])
-        made = [self._fitted(ids, request, "prompt") for ids in made]
+        made = [self._fitted(ids, request, "prompt") for ids in made] if fits else made
         last = self._vocab_size - 1
         if any(min(ids) < 0 or max(ids) > last for ids in made):
             raise Refusal(f"prompt must hold token ids in 0..{last}, the model's vocabulary", param="prompt")

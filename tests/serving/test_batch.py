@@ -87,16 +87,17 @@ def test_a_bad_line_is_an_error_line_and_the_others_are_answered(run, folder, tm
     good = {"custom_id": "good", "prompt": "x", "max_tokens": 2}
     lines = [
         "no json", "[]", "", {"custom_id": {}, "prompt": "x"}, {"body": 3}, {"url": "/v1/embeddings", "body": {}}, good,
-        good, {"prompt": "x", "stream": True}, {"custom_id": "field", "prompt": "x", "tools": [{}]}, {"model": "other"},
+        good, {"custom_id": "streams", "prompt": "x", "stream": True},
+        {"custom_id": "field", "prompt": "x", "tools": [{}]}, {"model": "other"},
     ]  # fmt: skip
     done = run("batch", folder, "--input", written(tmp_path / "in", lines), "--output", tmp_path / "out", *PLAIN)
     answers = read(tmp_path / "out")
-    assert done.code == 0 and "10 lines answered, 9 of them with an error" in done.err
+    assert done.code == 1 and "10 lines answered, 9 of them with an error" in done.err
     text_of(answers.pop("good"))
     words = {
         "line-1": "not valid JSON", "line-2": "must be an object, got list", "line-4": "custom_id must be",
         "line-5": "body must be an object", "line-6": "url must be", "line-8": "custom_id 'good' is that of line 7",
-        "line-9": "stream must be false",
+        "streams": "stream must be false",
     }  # fmt: skip
     for name, word in words.items():
         answer = answers.pop(name)
@@ -120,6 +121,21 @@ def test_a_batch_goes_on_where_it_was_stopped(run, folder, tmp_path):
     before = parts.read_bytes()
     assert "0 lines answered" in run("batch", "no-model", "--input", tmp_path / "in", "--output", parts).err
     assert parts.read_bytes() == before
+
+
+def test_failed_lines_are_asked_again(run, folder, tmp_path):
+    file, answers = tmp_path / "in", tmp_path / "out"
+    call = ("batch", folder, "--input", file, "--output", answers, *PLAIN)
+    written(file, [{"custom_id": "a", "prompt": "x", "max_tokens": -5}, sampled("b"), "{"])
+    done = run(*call)
+    assert done.code == 1 and "3 lines answered, 2 of them with an error" in done.err
+    [kept] = [line for line in answers.read_bytes().splitlines() if b'"custom_id":"b"' in line]
+    written(file, [{"custom_id": "a", "prompt": "x", "max_tokens": 5}, sampled("b"), {"prompt": "y"}])
+    done = run(*call)
+    assert done.code == 0 and "2 lines answered, 0 of them with an error; 1 were before" in done.err
+    lines = answers.read_bytes().splitlines()
+    assert len(lines) == 3 and lines[0] == kept and read(answers).keys() == {"a", "b", "line-3"}
+    assert not (tmp_path / "out.new").exists()
 
 
 def test_an_output_of_something_else_is_left_alone(run, folder, tmp_path):

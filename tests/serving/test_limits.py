@@ -233,7 +233,7 @@ async def _first(call):
 
 
 def test_told_to_stop_it_ends_what_runs_and_refuses_what_comes():
-    gate, body = Gate(), {"prompt": "x", "max_tokens": 20, "stream": True}
+    gate, body = Gate(), {"prompt": "x", "max_tokens": 20, "stream": True, "temperature": 0}
     gate.let(5)
     with serving(speaker(gate), max_num_seqs=2) as served:
         with served.http.stream("POST", "/v1/completions", json=body) as one:

@@ -12,11 +12,19 @@ from pydantic import ValidationError
 
 from selfspec import LLM, SamplingParams
 from selfspec.serving.fields import NAMES, NEUTRAL, REFUSED
+from selfspec.serving.messages import MessagesRequest
 from selfspec.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from selfspec.serving.responses import ResponsesRequest
 from tests.models import build
 from tests.serving.server import MODEL, serving, speaker
 
 KEY = "correct horse"
+BODIES = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+}
 DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
 
 
@@ -106,11 +114,12 @@ def documented(kind, where=None):
 
 def test_the_documented_classes_of_fields_are_those_of_the_code():
     assert documented("neutral") == NAMES.split() and documented("refused") == list(REFUSED)
-    own = GenerationRequest.model_fields.keys() | {"echo", "logprobs"}
-    assert documented("honoured", "both") == sorted(own, key=documented("honoured", "both").index)
-    for route, body in (("/v1/completions", CompletionRequest), ("/v1/chat/completions", ChatRequest)):
-        assert {*documented("honoured", "both"), *documented("honoured", route)} == body.model_fields.keys()
-    assert not NEUTRAL & REFUSED.keys() and not (NEUTRAL | REFUSED.keys()) & ChatRequest.model_fields.keys()
+    shared = GenerationRequest.model_fields.keys()
+    assert {*documented("honoured", "all")} == shared
+    for route, body in BODIES.items():
+        assert shared | {*documented("honoured", route)} == body.model_fields.keys(), route
+        assert not (NEUTRAL | REFUSED.keys()) & body.model_fields.keys()
+    assert not NEUTRAL & REFUSED.keys()
 
 
 ODD = "an odd value"

@@ -98,7 +98,7 @@ class Soak:
         for _ in range(dice.choice([0, 0, 0, 1, 3])):
             other = prompt()
             prompts += [other] if isinstance(other, type(first)) else []
-        fields = {"max_tokens": dice.choice([1, 2, 5, 16, 40, 100]), "seed": dice.randrange(1 << 40)}
+        fields = {"temperature": 0, "max_tokens": dice.choice([1, 2, 5, 16, 40, 100]), "seed": dice.randrange(1 << 40)}
         if dice.random() < 0.6:
             fields |= {"temperature": dice.choice([0.3, 1.0, 1.7]), "n": dice.choice([1, 1, 2, 4])}
             fields |= dice.choice([{}, {"top_p": 0.8}, {"top_k": 7}, {"min_p": 0.1}])

@@ -1,0 +1,186 @@
+"""OpenAI's /v1/responses: its requests as `ChatRequest`s, and its answers. It is stateless: nothing is stored."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from selfspec.serving.bodies import ChatWriter, event
+from selfspec.serving.calls import Call, Choice
+from selfspec.serving.fields import check_fields
+from selfspec.serving.protocol import Body, ChatRequest, GenerationRequest, translated
+from selfspec.serving.refusal import Refusal, shown
+from selfspec.serving.token_texts import TokenTexts
+
+LOGPROBS = "message.output_text.logprobs"  # in `include`
+PLAIN = ({"type": "text"}, None)
+
+
+class TextOptions(Body):
+    """The format of the text: none is served."""
+
+    format: dict[str, Any] | None = None
+
+
+class Reasoning(Body):
+    """`effort` is given to the chat template."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ResponsesRequest(GenerationRequest):
+    """Answer an input: a text, or items of a conversation."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+
+    @property
+    def num_likely(self) -> int | None:
+        return (self.top_logprobs or 0) if self.top_logprobs or LOGPROBS in (self.include or ()) else None
+
+    def as_chat(self) -> ChatRequest:
+        """The internal request.
+
+        Raises:
+            Refusal: what is not served.
+        """
+        if self.text is not None:
+            check_fields(self.text.model_extra or {}, "text.")
+            if self.text.format not in PLAIN:
+                message = f"text.format must be of type text, got {shown(self.text.format)}; leave it out"
+                raise Refusal(message, param="text", code="unsupported_parameter")
+        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        more: dict[str, Any] = {"messages": [*system, *self._messages()], "logprobs": self.num_likely is not None}
+        more |= {"top_logprobs": self.top_logprobs, "max_completion_tokens": self.max_output_tokens}
+        return translated(self, more | {"reasoning_effort": self.reasoning and self.reasoning.effort})
+
+    def _messages(self) -> list[dict[str, Any]]:
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        messages, is_call = list[dict[str, Any]](), False
+        for at, item in enumerate(self.input):
+            kind, was_call = item.get("type") or "message", is_call
+            is_call = kind == "function_call"
+            if kind == "message":
+                messages.append({"role": item.get("role"), "content": item.get("content")})
+            elif is_call:
+                function = {"name": item.get("name"), "arguments": item.get("arguments")}
+                call = {"id": item.get("call_id"), "type": "function", "function": function}
+                if was_call:  # several at once are one message
+                    messages[-1]["tool_calls"].append(call)
+                else:
+                    messages.append({"role": "assistant", "tool_calls": [call]})
+            elif kind == "function_call_output":
+                output = {"tool_call_id": item.get("call_id"), "content": item.get("output")}
+                messages.append({"role": "tool", **output})
+            elif kind != "reasoning":  # what a model thought is no part of what it is told
+                message = f"input[{at}] is an item of type {shown(kind)}, which is not served; leave it out"
+                raise Refusal(message, param="input", code="unsupported_content")
+        return messages
+
+
+class ResponsesWriter(ChatWriter):
+    """Answers of /v1/responses.
+
+    Args:
+        asked: what the client sent.
+    """
+
+    def __init__(
+        self, asked: ResponsesRequest, request: ChatRequest, call: Call, model: str, tokens: TokenTexts
+    ) -> None:
+        super().__init__(request, call, model, tokens)
+        self._asked, self._item = asked, call.name.replace("resp", "msg", 1)
+        self._written, self._told = "", list[dict[str, Any]]()
+
+    def body(self) -> dict[str, Any]:
+        [choice] = self.call.choices
+        self._take(choice)
+        return self._response(choice)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        number, place = iter(range(1 << 62)), {"item_id": self._item, "output_index": 0, "content_index": 0}
+
+        def told(kind: str, **more: Any) -> bytes:
+            return event({"type": kind, "sequence_number": next(number), **more}, kind)
+
+        item = self._message("in_progress") | {"content": []}
+        yield told("response.created", response=self._response(None))
+        yield told("response.in_progress", response=self._response(None))
+        yield told("response.output_item.added", output_index=0, item=item)
+        yield told("response.content_part.added", **place, part=self._part())
+        last = self.call.choices[0]
+        try:
+            async for [piece] in self.call.changes():
+                known, last = len(self._told), piece
+                self._take(piece)
+                more = {"delta": piece.text, "logprobs": self._told[known:]}
+                yield told("response.output_text.delta", **place, **more)
+        except Refusal as problem:
+            yield told("error", code=problem.code, message=problem.message, param=problem.param)
+            return
+        yield told("response.output_text.done", **place, text=self._written, logprobs=self._told)
+        yield told("response.content_part.done", **place, part=self._part())
+        response = self._response(last)
+        yield told("response.output_item.done", output_index=0, item=response["output"][0])
+        yield told(f"response.{response['status']}", response=response)
+
+    def _take(self, piece: Choice) -> None:
+        self._written += piece.text
+        self._told += [] if piece.logprobs is None else self.logprobs(piece)
+
+    def _part(self) -> dict[str, Any]:
+        return {"type": "output_text", "text": self._written, "annotations": [], "logprobs": self._told}
+
+    def _message(self, status: str) -> dict[str, Any]:
+        return {"id": self._item, "type": "message", "status": status, "role": "assistant", "content": [self._part()]}
+
+    def _response(self, ended: Choice | None) -> dict[str, Any]:
+        """The response as it is; None: nothing of it has ended."""
+        status, reason, params = "in_progress", None, self.call.params
+        if ended is not None:
+            is_cut = ended.finish_reason == "length"
+            status, reason = ("incomplete", {"reason": "max_output_tokens"}) if is_cut else ("completed", None)
+        extra = self._asked.model_extra or {}
+        return {
+            "id": self.call.name,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": reason,
+            "instructions": self._asked.instructions,
+            "max_output_tokens": self._asked.max_output_tokens,
+            "metadata": extra.get("metadata") or {},
+            "model": self.model,
+            "output": [] if ended is None else [self._message(status)],
+            "parallel_tool_calls": extra.get("parallel_tool_calls") is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": self.request.reasoning_effort, "summary": None},
+            "store": False,
+            "temperature": params.temperature,
+            "text": {"format": PLAIN[0]},
+            "tool_choice": "auto",
+            "tools": [],
+            "top_logprobs": self._asked.top_logprobs or 0,
+            "top_p": 1.0 if params.top_p is None else params.top_p,
+            "truncation": "disabled",
+            "usage": None if ended is None else self._tokens(),
+        }
+
+    def _tokens(self) -> dict[str, Any]:
+        usage = self._usage()
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"],
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        }
