@@ -21,8 +21,9 @@ answer = cli_fixtures.answer
 
 @pytest.fixture
 def chat(run, chat_folder):
-    def call(*lines, options=(), folder=chat_folder):
-        return run("chat", "--model", folder, *options, stdin="\n".join(lines).encode())
+    def call(*lines, options=("--temperature", 0), folder=chat_folder, quiet=True):
+        more = ("--quiet",) if quiet else ()
+        return run("chat", "--model", folder, *options, *more, stdin="\n".join(lines).encode())
 
     return call
 
@@ -45,7 +46,7 @@ def replies(answer):
 
 
 def test_every_line_is_a_turn_of_one_conversation(chat, replies):
-    done = chat("hello", "", "and you?", "ok", options=("--max-tokens", 9))
+    done = chat("hello", "", "and you?", "ok", options=("--temperature", 0, "--max-tokens", 9))
     assert done == (0, replies("hello", "and you?", "ok", max_tokens=9), "")
 
 
@@ -58,19 +59,64 @@ def test_sampling_and_drafting_are_those_of_generate(chat, replies, policy):
 
 
 def test_commands(chat, replies):
-    done = chat("hello", "/reset", "hello", "/help", "/dance", "/exit", "never read", options=("--max-tokens", 7))
+    done = chat(
+        "hello",
+        "/reset",
+        "hello",
+        "/help",
+        "/dance",
+        "/exit",
+        "never read",
+        options=("--temperature", 0, "--max-tokens", 7),
+    )
     once = replies("hello", max_tokens=7)
     assert (done.code, done.out) == (0, once + once)
-    assert done.err.count("/reset: forget") == 2 and "there is no command /dance" in done.err
+    assert (
+        done.err.count("/reset: forget") == 2
+        and "/system TEXT: another" in done.err
+        and "there is no command /dance" in done.err
+    )
 
 
-def test_stats_are_a_line_per_reply_and_tell_what_came_from_the_cache(chat):
-    done = chat("hello", "more", options=("--max-tokens", 6, "--stats", "--policy", "plain"))
-    lines = done.err.splitlines()
-    pattern = r"6 tokens · \d+ tokens/s · acceptance length 1\.00 · (\d+) of (\d+) prompt tokens from the cache"
-    [first, second] = [tuple(map(int, re.fullmatch(pattern, line).groups())) for line in lines]
+PLAIN = ("--temperature", 0, "--max-tokens", 6, "--policy", "plain")
+LINE = r"6 tokens · \d+ tokens/s · nothing drafted"
+MORE = r" · acceptance length 1\.00 · rounds: plain 6 · (\d+) of (\d+) prompt tokens from the cache · [\d.]+ s, of .*"
+
+
+def test_after_a_reply_a_line_tells_its_speed_and_stats_tells_more(chat):
+    lines = chat("/stats", "hello", "/stats", "more", options=PLAIN, quiet=False).err.splitlines()
+    assert lines[0] == "there is no reply yet" and len(lines) == 4
+    assert re.fullmatch(LINE, lines[1]) and re.fullmatch(LINE + MORE, lines[2]) and re.fullmatch(LINE, lines[3])
+    every = chat("hello", "more", options=(*PLAIN, "--stats"), quiet=False).err.splitlines()
+    [first, second] = [tuple(map(int, re.fullmatch(LINE + MORE, line).groups())) for line in every]
     assert first == (0, len("user: hello\nbot:"))
     assert second[0] == len("user: hello\n") < second[1], "from there on the template calls the bot otherwise"
+    drafted = ("--temperature", 0, "--max-tokens", 20, "--exit-layer", 2, "--num-speculative-tokens", 3)
+    told = chat("hello", options=drafted, quiet=False).err
+    assert re.search(r"20 tokens · \d+ tokens/s · \d+ of \d+ drafted tokens accepted", told)
+
+
+def test_a_model_that_does_not_say_how_to_sample_is_sampled_as_chats_are(chat, replies):
+    wanted = replies("hello", max_tokens=60, temperature=0.7, min_p=0.05)
+    assert chat("hello", options=("--max-tokens", 60)).out == wanted != replies("hello", max_tokens=60)
+    free = replies("hello", max_tokens=60, temperature=0.7)
+    assert chat("hello", options=("--max-tokens", 60, "--min-p", 0)).out == free
+
+
+def test_temperature_and_system_are_set_in_between(chat, replies):
+    done = chat(
+        "/temperature 1.3", "hello", "/reset", "/temperature", "/temperature x", "/temperature -1",
+        "/system be kind", "hello", options=("--max-tokens", 9), quiet=False,
+    )  # fmt: skip
+    way = {"max_tokens": 9, "temperature": 1.3, "min_p": 0.05}
+    assert done.out == replies("hello", **way) + replies("hello", system="be kind", **way)
+    assert done.err.count("temperature: 1.3") == 2 and done.err.count("/temperature needs a number") == 2
+    assert "system: be kind" in done.err
+
+
+def test_a_system_message_comes_before_what_was_said(chat, replies):
+    done = chat("hello", "/system be kind", "/reset", "hello", options=("--temperature", 0, "--max-tokens", 9))
+    assert done.out == replies("hello", max_tokens=9) + replies("hello", system="be kind", max_tokens=9)
 
 
 def test_a_model_without_a_template_is_refused(run, model_folder):
@@ -88,7 +134,7 @@ def test_wrong_options_are_refused_before_a_model_is_looked_for(run):
 
 def test_a_full_context_is_said_and_reset_goes_on(chat, replies):
     long = "x" * 200  # of 256
-    done = chat("a" * 300, long, "short", "/reset", "hello", options=("--max-tokens", 99))
+    done = chat("a" * 300, long, "short", "/reset", "hello", options=("--temperature", 0, "--max-tokens", 99))
     first, last = replies(long, max_tokens=45), replies("hello", max_tokens=99)
     assert (done.code, done.out) == (0, first + last)
     told = done.err.splitlines()
@@ -103,7 +149,11 @@ def test_input_that_is_no_text_is_refused(run, chat_folder):
 def test_a_terminal_is_asked_line_by_line(run, chat_folder, replies, monkeypatch):
     typed = iter(["hello", "/exit"])
     monkeypatch.setattr("builtins.input", lambda *asks: next(typed))
-    assert run("chat", "--model", chat_folder, "--max-tokens", 5) == (0, replies("hello", max_tokens=5), "> > ")
+    assert run("chat", "--model", chat_folder, "--max-tokens", 5, "--temperature", 0, "--quiet") == (
+        0,
+        replies("hello", max_tokens=5),
+        "> > ",
+    )
 
 
 @pytest.mark.parametrize("ends", [EOFError, KeyboardInterrupt])
@@ -126,7 +176,7 @@ def test_an_interrupt_stops_a_reply_and_keeps_what_was_written(chat, answer, mon
 
     monkeypatch.setattr(LLMEngine, "step", interrupted)
     before = signal.getsignal(signal.SIGINT)
-    done = chat("hello", "go on", options=("--max-tokens", 30, "--policy", "plain"))
+    done = chat("hello", "go on", options=("--temperature", 0, "--max-tokens", 30, "--policy", "plain"))
     assert signal.getsignal(signal.SIGINT) is before
     first, second = done.out.split("\n", 1)
     whole = answer("user: hello\nbot:", max_tokens=30).text

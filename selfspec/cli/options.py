@@ -102,7 +102,9 @@ DETAILS: dict[str, dict[str, Any]] = {
     },
     "stop": {"metavar": "TEXT"},
     "stop_token_ids": {"metavar": "ID,ID,..."},
-    "temperature": {"help": "0 is greedy. Default: 0, or the model's own if its generation config samples."},
+    "temperature": {
+        "help": "0 is greedy. Default: the model's own if its generation config samples, else 0; chat: 0.7."
+    },
     "threads": {"min": 1, "max": 1024},
 }
 
