@@ -21,7 +21,7 @@ def mask_of(row: Sequence, drafted: abc.Sequence[int]) -> Mask | None:
     if row.grammar is None:
         return None
     with row.blame():
-        return row.grammar.mask(drafted)
+        return row.grammar.mask(drafted).copy()  # further positions are asked for
 
 
 def masked(logits: Tensor, masks: abc.Sequence[Mask | None]) -> Tensor:

@@ -111,7 +111,7 @@ class DraftArgs(Structure):
         *_all("stop", Stop),
         *_all("counts tokens confidences hidden taken noise", c_void_p),
         *_all("num_kept", c_int64),
-        *_all("histories places", c_void_p),
+        *_all("histories places grammars", c_void_p),
     )
 
 
@@ -142,9 +142,13 @@ class Program(Structure):
         *_all("num_others", c_int64),
         *_all("lengths gains needs", c_void_p),
         *_all("num_needs", c_int64),
-        *_all("given matches drafted_from texts text_ends num_prompts", c_void_p),
+        *_all("given matches drafted_from texts text_ends num_prompts follow has_grammar", c_void_p),
         *_all("done", c_int64),
     )
+
+
+FOLLOW = ctypes.CFUNCTYPE(c_int64, c_int64, c_int64, c_int64)
+"""Follows the grammars of a program's rows: `Follow` in `cpu/grammars.h`."""
 
 
 class Found(Structure):

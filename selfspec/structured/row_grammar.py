@@ -27,24 +27,70 @@ class RowGrammar:
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher, self._num_words = matcher, -(-vocab_size // BITS)
         self._ahead: list[int] = []  # tokens that the matcher has read beyond the taken ones
-        self._masks: list[Mask | None] = [None]  # after the first n of them
-        self._all = np.full(self._num_words, (1 << BITS) - 1, np.uint32)
+        self._masks: list[tuple[Mask, int] | None] = [None]  # after the first n of them, with their addresses
+        self._spare: list[tuple[Mask, int]] = []
+        self._all = self._new_mask()
+        self._all[0].fill((1 << BITS) - 1)
 
     def mask(self, ahead: Sequence[int] = ()) -> Mask:
         """The tokens that may follow, not to be changed; all of them where `ahead` is not of the grammar itself.
+
+        It is valid until another position is asked for that does not begin like this one, or until tokens are taken.
 
         Raises:
             ValueError: the grammar is too complex to be followed here.
         """
         if not self._reaches(ahead):
-            return self._all  # after a drafted token that verification rejects
-        made = self._masks[-1]
-        if made is None:
-            made = np.zeros(self._num_words, np.uint32)
-            self._matcher.unsafe_compute_mask_ptr(made.ctypes.data, made.nbytes)
+            return self._all[0]  # after a drafted token that verification rejects
+        return (self._masks[-1] or self._compute())[0]
+
+    def follow(self, at: int, token: int) -> int:
+        """The same token by token, in the words of `kernels/cpu/grammars.h`: the mask's address, plus 1 at the end.
+
+        Args:
+            at: the number of tokens before `token`, which earlier calls have named; -1: the token does not count.
+        """
+        ahead, masks = self._ahead, self._masks
+        if 0 <= at < len(ahead) and ahead[at] != token:
+            self._go_back(at)
+        if at == len(ahead) and self._matcher.try_consume_tokens([token]):
+            ahead.append(token)
+            masks.append(None)
+        if at >= len(ahead):
             self._check()
-            self._masks[-1] = made
-        return made
+            return self._all[1] + self.has_ended
+        found = masks[at + 1]
+        if found is None:
+            if len(ahead) > at + 1:
+                self._go_back(at + 1)
+            found = self._compute()
+        return found[1] + (len(ahead) == at + 1 and self.has_ended)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing may follow where the last call was."""
+        return bool(self._matcher.is_stopped())
+
+    def _compute(self) -> tuple[Mask, int]:
+        """The mask where the matcher is."""
+        found = self._masks[-1] = self._spare.pop() if self._spare else self._new_mask()
+        self._matcher.unsafe_compute_mask_ptr(found[1], found[0].nbytes)
+        self._check()
+        return found
+
+    def _new_mask(self) -> tuple[Mask, int]:
+        made = np.zeros(self._num_words, np.uint32)
+        return made, made.ctypes.data
+
+    def _go_back(self, count: int) -> None:
+        """Roll the matcher back to the first `count` tokens."""
+        self._matcher.rollback(len(self._ahead) - count)
+        del self._ahead[count:]
+        self._forget(self._masks[count + 1 :])
+        del self._masks[count + 1 :]
+
+    def _forget(self, masks: list[tuple[Mask, int] | None]) -> None:
+        self._spare += [one for one in masks if one is not None]
 
     def num_allowed(self, ahead: Sequence[int]) -> int:
         """How many of these tokens the grammar allows, one after the other."""
@@ -79,8 +125,9 @@ class RowGrammar:
         if self._ahead[:count] != list(tokens):  # else a program of rounds has gone on from there
             self._reaches(tokens)
         taken = min(count, len(self._ahead))
-        self._ahead, self._masks = self._ahead[taken:], self._masks[taken:]
-        has_ended = not self._ahead and self._matcher.is_stopped()
+        self._forget(self._masks[:taken])
+        del self._ahead[:taken], self._masks[:taken]
+        has_ended = not self._ahead and self.has_ended
         self._check()
         if taken < count and not has_ended:
             raise ValueError(
@@ -97,8 +144,7 @@ class RowGrammar:
             pairs = zip(known, wanted, strict=False)
             same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(same, len(wanted)))
         if same < len(known):
-            self._matcher.rollback(len(known) - same)
-            del known[same:], self._masks[same + 1 :]
+            self._go_back(same)
         if same < len(wanted):
             more = wanted[same : same + self._matcher.try_consume_tokens(wanted[same:])]
             known += more

@@ -77,6 +77,14 @@ FAULTS = {
     "penalties come after the temperature": Edit(
         "penalties.h", "float logit = logits[place];", "float logit = logits[place] / (FAULT ? temperature : 1);"
     ),
+    "masks of the position before": Edit(
+        "round.cpp",
+        "d.grammars->after(row, v.tokens + row * v.most, place).mask",
+        "d.grammars->after(row, v.tokens + row * v.most, place - (FAULT && place)).mask",
+    ),
+    "drafts are not told to grammars": Edit(
+        "grammars.h", "path.num_taken + count];", "path.num_taken + count * !FAULT];"
+    ),
     "any lookup is worth it": Edit("program.cpp", "return total && gain >= ", "return total && gain + 99 * FAULT >= "),
 }
 NAMES = list(FAULTS)

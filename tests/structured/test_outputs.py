@@ -14,8 +14,10 @@ from selfspec.control.adaptive import Adaptive
 from selfspec.core import LOOKUP, Request
 from selfspec.kernels.pick import scored
 from tests.decoding.test_greedy import tokens_of
-from tests.executors.requests import engine_of, every_executor, most_executors, target
+from tests.executors.requests import engine_of, every_executor, most_executors, programs, target
+from tests.executors.test_conformance import same_layers, seen_of
 from tests.helpers import Adversary, Always, Run, Schedule, audit_cache
+from tests.slow import slow
 from tests.structured.grammars import ASKED, EOS, PERSON, judge_of
 from tests.where_drafts_pay import where_drafts_pay
 
@@ -94,6 +96,23 @@ def test_alone_too_and_with_penalties_and_log_probabilities(kind):
         several = [(prompt_of(i), params_of(name, SAMPLINGS[i % 3], **more))]
         plain, done = (outputs_of(kind, one, several) for one in ("plain", Adversary(i, 4, most_rounds=9, eager=0.2)))
         assert tokens_of(done) == tokens_of(plain)
+
+
+@pytest.mark.parametrize("seed", [0, 1, slow(2), slow(3)])
+def test_the_compiled_executor_runs_the_rounds_of_the_eager_one(seed):
+    """With threads, too, which take the masks of all positions at once."""
+    several = [(prompt_of(i), params_of(name, SAMPLINGS[(i + seed) % 3])) for i, name in enumerate(ASKED)]
+    several += [(prompt_of(9), SamplingParams(max_tokens=30))]
+    seen = []
+    for is_eager in (False, True):
+        policy = programs(seed, copies=False, eager=0.0)
+        run = Run(same_layers(is_eager, policy, target("cpu"), max_num_seqs=4))
+        for prompt, params in several:
+            run.add(Request(prompt, params, frozenset([EOS])))
+        outputs = run.finish().outputs
+        seen.append((tokens_of(outputs), [seen_of(row) for row in policy.rows]))
+    assert seen[0] == seen[1]
+    assert sum(row.num_accepted for row in policy.rows) > 20
 
 
 def texts_of(name, kind="cpu", **more):

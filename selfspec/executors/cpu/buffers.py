@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from selfspec.executors.cpu.body import FEW, CompiledBody
+from selfspec.executors.cpu.grammars import ProgramGrammars
 from selfspec.executors.cpu.packed import Packed, PackedExitHead
 from selfspec.executors.cpu.pick_data import LogprobBuffers, PickData
 from selfspec.executors.logprobs import TokenLogprobs
@@ -120,6 +121,7 @@ class Buffers:
         self._pages: tuple[list[tuple[int, ...]], Any] = [], None
         self._sampling: tuple[bytes, Any] = b"", None
         self._pick_data: PickData | None = None
+        self._grammars: ProgramGrammars | None = None
         self._stop_rule: StopRule | None = None
         self._stop_arrays: Any = None
         self._table: tuple[Table | None, Sequence[Any]] = None, ()
@@ -211,6 +213,13 @@ class Buffers:
         if logprobs is not None:
             logprobs.set_outputs(verify)
         return logprobs
+
+    def set_grammars(self, grammars: ProgramGrammars | None) -> None:
+        """Set who follows the grammars of rows."""
+        self._grammars = grammars  # the program calls it
+        program = self._program
+        program.follow = None if grammars is None else ctypes.cast(grammars.follow, ctypes.c_void_p).value
+        program.has_grammar = None if grammars is None else grammars.has_grammar
 
     def set_limits(self, limits: ProgramLimits, is_given: bool) -> None:
         """Set when the program ends. `is_given`: no layer drafts in the first round."""

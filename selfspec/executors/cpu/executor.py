@@ -22,6 +22,7 @@ from selfspec.executors.cpu.buffers import (
     RowResult,
     StopRule,
 )
+from selfspec.executors.cpu.grammars import ProgramGrammars
 from selfspec.executors.cpu.pick_data import PickData
 from selfspec.executors.penalties import Penalties
 from selfspec.executors.picker import Picker, packed_params
@@ -32,6 +33,7 @@ from selfspec.model.split_model import SplitModel
 
 MIN_DRAFT_CAPACITY = 8  # drafted tokens per row that buffers are made for; larger capacities are powers of two
 MAX_ROUNDS, MAX_ROUNDS_OF_MANY_ROWS = 256, 64  # per call
+FOLLOW_FAILED = 2  # what a program returns then, see `kernels/cpu/program.cpp`
 MAX_ROUNDS_TIMES_ROWS = 1024  # bounds the memory of calls of more than `MAX_ROUNDS_OF_MANY_ROWS` rounds
 
 
@@ -58,6 +60,7 @@ class CompiledRounds:
         given: abc.Sequence[abc.Sequence[int]] | None = None,
         hidden_states: HiddenStateBuffers | None = None,
         data: PickData | None = None,
+        grammars: ProgramGrammars | None = None,
     ) -> list[RoundResult]:
         """Draft and verify for every row, and return the results of all rounds.
 
@@ -74,9 +77,11 @@ class CompiledRounds:
             hidden_states: where to write hidden states and logits, for a single round. All layers then process all
                 tokens, those that have drafted, too.
             data: the contents of rows with penalties, and the number of log-probabilities that rows request.
+            grammars: of rows that have one; drafts are then over the whole vocabulary.
 
         Raises:
             MemoryError: the buffers of a round cannot be allocated.
+            ValueError: a grammar cannot be followed.
         """
         body, lengths, num_rounds = self.body, [row.length for row in rows], limits.num_rounds
         drafts = lengths if given is None else [len(tokens) for tokens in given]
@@ -112,11 +117,15 @@ class CompiledRounds:
             buffers.set_drafter(drafter)
         buffers.set_hidden_states(hidden_states)
         logprobs = buffers.set_picks(data)
+        buffers.set_grammars(grammars)
         buffers.set_limits(limits, drafter is None)
-        has_failed = self._lib.selfspec_program(ctypes.byref(model), *buffers.arguments)
-        results = [] if has_failed else buffers.read_results(drafter, logprobs)
+        failure = self._lib.selfspec_program(ctypes.byref(model), *buffers.arguments)
+        results = [] if failure else buffers.read_results(drafter, logprobs)
+        buffers.set_grammars(None)
         body.buffer_pool.give_back(buffers)
-        if has_failed:
+        if failure == FOLLOW_FAILED and grammars is not None:
+            grammars.raise_problem()
+        if failure:
             num_tokens = sum(drafts) + len(rows)
             raise MemoryError(
                 f"there is too little memory for a round of {num_tokens} tokens; decode fewer rows at once"
@@ -146,11 +155,13 @@ class CpuExecutor(Executor):
         """Whether the plan can run in compiled code; see `Executor.serves`."""
         if self._rounds is None or plan.keep_divergence or any(row.has_processors for row in rows):
             return False
-        if any(row.grammar is not None or _may_ban_all_tokens(row, self.split.vocab_size) for row in rows):
+        if any(_may_ban_all_tokens(row, self.split.vocab_size) for row in rows):
             return False
-        if plan.exit_layer and self._drafter(plan) is None:
+        if plan.exit_layer and self._drafter(plan, rows) is None:
             return False
         keeps = any(row.request.keep_logits for row in rows)
+        if keeps and any(row.grammar is not None for row in rows):
+            return False
         return not (keeps or plan.shadow is not None) or self._hidden_state_buffers(rows, plan) is not None
 
     def run(self, rows: list[Sequence], plan: Plan, deadline: float) -> Iterator[RoundOutput]:
@@ -204,12 +215,13 @@ class CpuExecutor(Executor):
         lengths = [0] * len(rows)
         if plan.exit_layer and given is None:
             lengths = [min(length, most) for length, most in zip(plan.draft_lengths, capacities, strict=True)]
-        drafter = self._drafter(plan) if plan.exit_layer and given is None else None
+        drafter = self._drafter(plan, rows) if plan.exit_layer and given is None else None
         spans = [Span(row.pages, row.num_tokens - 1, n) for row, n in zip(rows, lengths, strict=True)]
         last, params = [row.token_ids[-1] for row in rows], packed_params([row.request.params for row in rows])
         data = PickData.of(rows, self.split.vocab_size)
+        grammars = ProgramGrammars.of(rows)
         results = self._rounds.run(
-            self.cache, spans, last, params, capacities, drafter, limits, given, hidden_states, data
+            self.cache, spans, last, params, capacities, drafter, limits, given, hidden_states, data, grammars
         )
         inside = sum([sum(result.draft_seconds) + sum(result.verify_seconds) for result in results])
         overhead = seconds.now() - begin - inside
@@ -222,14 +234,15 @@ class CpuExecutor(Executor):
             yield RoundOutput(exit_layer, outputs, seconds)
             seconds, overhead = self.new_seconds(), 0.0
 
-    def _drafter(self, plan: Plan) -> Drafter | None:
+    def _drafter(self, plan: Plan, rows: list[Sequence]) -> Drafter | None:
         """The layers that draft; None for copies of an exit layer with a trained head, which is not theirs."""
         assert self._rounds is not None and plan.exit_layer is not None
         rounded = plan.draft_bits is not None
         exit_head = self._rounds.body.exit_heads.of(self.split.exit_heads, plan.exit_layer)
         if exit_head is not None and rounded:
             return None
-        subset = self.split.draft_subset(plan.draft_vocab if any(plan.draft_lengths) else None)
+        is_part = any(plan.draft_lengths) and not any(row.needs_vocabulary for row in rows)
+        subset = self.split.draft_subset(plan.draft_vocab if is_part else None)
         head = self._rounds.body.draft_head(subset, rounded)
         return Drafter(plan.exit_layer, head, stop_rule_of(plan), plan.reads_confidence, rounded, exit_head)
 
@@ -247,6 +260,8 @@ class CpuExecutor(Executor):
 def _may_ban_all_tokens(row: Sequence, vocab_size: int) -> bool:
     """Whether `no_repeat_ngram_size` may ban every token. The eager executor raises an error that explains it."""
     params = row.request.params
+    if row.grammar is not None:
+        return bool(params.no_repeat_ngram_size)
     return bool(params.no_repeat_ngram_size) and not params.is_greedy and row.max_length > vocab_size
 
 

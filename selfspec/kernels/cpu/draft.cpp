@@ -94,6 +94,7 @@ void selfspec_draft(const Model* m, const Layer* layers, int64_t num_layers, con
             Row row{logits + i * d.vocab, d.vocab, asked[i], d.names, noise};
             std::optional<Prefix> prefix;
             if (history) row.prefix = &prefix.emplace(Prefix{*history, d.tokens + live[i] * d.most, step, d.places});
+            if (d.grammars) row.mask = d.grammars->after(live[i], d.tokens + live[i] * d.most, step).mask;
             Picked one = pick_row(row, params[i], memory, d.confidences);
             picks[i] = d.names ? d.names[one.best] : one.best, confidences[i] = one.confidence;
         }

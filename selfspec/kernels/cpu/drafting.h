@@ -3,6 +3,7 @@
 
 #include <chrono>
 
+#include "grammars.h"
 #include "model.h"
 #include "penalties.h"
 
@@ -35,6 +36,7 @@ struct DraftArgs {
     const History* const* histories;  // [num_rows], null for rows without penalties; null: no row has penalties
     // place of each token among the head's outputs, see `Prefix`; null: whole vocabulary
     const int32_t* places;
+    Grammars* grammars;  // null: no row has one, else drafts are over the whole vocabulary
 };
 
 static inline double now() {

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "filters.h"
+#include "grammars.h"
 #include "model.h"
 #include "noise.h"
 #include "penalties.h"
@@ -17,6 +18,7 @@ struct Row {
     const int64_t* tokens;  // token ids of the logits, ascending; null: the whole vocabulary
     float* noise = nullptr;  // cache of `arrivals` at this position, NaN if not computed yet; or null
     const Prefix* prefix = nullptr;  // the tokens for penalties; null: no penalties
+    const uint32_t* mask = nullptr;  // of a grammar, over the whole vocabulary; null: all tokens may follow
 };
 
 struct Picked {
@@ -166,6 +168,7 @@ static Picked pick_row(const Row& row, const SamplingParams& params, float* memo
     float temperature = params.temperature > 0 ? params.temperature : 1;
     scale(row, temperature, x);
     if (row.prefix) row.prefix->penalize(params, row.logits, temperature, x);
+    if (row.mask) exclude(row.mask, row.vocab, x);
     float most = largest(x, n);
     bool is_finite = std::isfinite(most);
     if (params.temperature > 0 && is_finite) return sampled(row, params, x, most, weights, places, places + n);

@@ -29,7 +29,9 @@ struct Program {
     // The contents of rows with penalties, row after row, empty for other rows; [num_rows + 1] offsets; [num_rows]
     // prompt lengths. Null if no row has penalties.
     const int64_t *texts, *text_ends, *num_prompts;
-    int64_t done;      // out: number of rounds that ran
+    Follow follow;               // follows the grammars of rows; null: no row has one
+    const int64_t* has_grammar;  // [num_rows]
+    int64_t done;                // out: number of rounds that ran
 };
 
 namespace {
@@ -43,6 +45,7 @@ class Run {
     std::vector<Choice> choices;       // per row: where it may draft by lookup
     std::vector<std::optional<History>> histories;
     std::vector<const History*> history_of;  // per row, null without penalties
+    std::optional<Grammars> grammars;
     std::vector<int32_t> places;       // of tokens among the draft head's outputs
 
     bool ends(int64_t row, const int64_t* tokens, int64_t count) const {
@@ -73,7 +76,8 @@ class Run {
         for (int64_t r = 0; r < d.num_rows && is_found; r++) {
             if (!drafts[r]) continue;
             const Choice& choice = choices[r];
-            int64_t count = selfspec_texts_draft(choice.texts, &choice.found, drafts[r], v.tokens + r * v.most);
+            int64_t* tokens = v.tokens + r * v.most;
+            int64_t count = selfspec_texts_draft(choice.texts, &choice.found, drafts[r], tokens);
             int64_t at = p.done * d.num_rows + r;
             v.counts[r] = count;
             if (count) p.matches[at] = choice.found.match, p.drafted_from[at] = choice.source;
@@ -106,6 +110,7 @@ class Run {
             if (p.texts && histories[r]) histories[r]->add(picks, count, 1);
             if (p.indices && !selfspec_index_add(p.indices[r], picks, count)) throw std::bad_alloc();
             goes_on = goes_on && p.capacities[r] >= 0 && !ends(r, picks, count);
+            if (grammars && grammars->add(r, picks, count)) goes_on = false;
             could_draft = could_draft || lengths[r];
             lengths[r] = std::min(lengths[r], std::max<int64_t>(0, p.capacities[r]));
             can_draft = can_draft || lengths[r];
@@ -135,8 +140,9 @@ class Run {
           positions(d.positions, d.positions + d.num_rows), last(d.last, d.last + d.num_rows),
           lengths(d.lengths, d.lengths + d.num_rows), drafts(d.num_rows), choices(d.num_rows) {
         d.positions = positions.data(), d.last = last.data(), d.lengths = lengths.data();
-        d.histories = nullptr, d.places = nullptr;
+        d.histories = nullptr, d.places = nullptr, d.grammars = nullptr;
         if (p.texts) make_histories();
+        if (p.follow) d.grammars = &grammars.emplace(p.follow, p.has_grammar, d.num_rows);
     }
 
     int64_t run(const Model* m) {
@@ -158,10 +164,12 @@ class Run {
 
 extern "C" {
 
-// Returns 0, or 1 if memory allocation failed.
+// Returns 0; 1 if memory allocation failed; 2 if the caller's `follow` failed.
 int64_t selfspec_program(const Model* m, const DraftArgs* d, const VerifyArgs* v, Program* program) try {
     return Run(*d, *v, *program).run(m);
 } catch (const std::bad_alloc&) {
     return 1;
+} catch (const FollowFailure&) {
+    return 2;
 }
 }

@@ -84,8 +84,13 @@ class Round {
         }
     }
 
+    const uint32_t* mask_at(int64_t row, int64_t place) const {
+        return d.grammars ? d.grammars->after(row, v.tokens + row * v.most, place).mask : nullptr;
+    }
+
     // The target's pick after `place` drafted tokens of a row, with the noise of the draft's pick at the same position.
-    int64_t pick_at(const PackedTokens& all, const float* logits, int64_t row, int64_t place, float* memory) const {
+    int64_t pick_at(const PackedTokens& all, const float* logits, int64_t row, int64_t place, const uint32_t* mask,
+                    float* memory) const {
         int64_t vocab = v.head->out, at = all.firsts[row] + place;
         bool is_kept = d.noise && place < v.counts[row] && place < d.num_kept;
         float* kept = is_kept ? d.noise + (row * d.num_kept + place) * filled_up(vocab) : nullptr;
@@ -93,6 +98,7 @@ class Round {
         const History* history = d.histories ? d.histories[row] : nullptr;
         std::optional<Prefix> prefix;
         if (history) one.prefix = &prefix.emplace(Prefix{*history, v.tokens + row * v.most, place, nullptr});
+        one.mask = mask;
         return pick_row(one, d.params[row], memory, false).best;
     }
 
@@ -109,11 +115,13 @@ class Round {
                                   float* memory) const {
         int64_t n = all.size();
         std::vector<int64_t> picks(n), owners(n);
+        std::vector<const uint32_t*> masks(n);
         for (int64_t r = 0; r < d.num_rows; r++)
-            std::fill(owners.begin() + all.firsts[r], owners.begin() + all.firsts[r + 1], r);
+            for (int64_t at = all.firsts[r]; at < all.firsts[r + 1]; at++)
+                owners[at] = r, masks[at] = mask_at(r, at - all.firsts[r]);
         Team::for_each(n, num_threads, [&](int64_t i) {
             float* own = memory + thread_number() * pick_floats(v.head->out);
-            picks[i] = pick_at(all, logits, owners[i], i - all.firsts[owners[i]], own);
+            picks[i] = pick_at(all, logits, owners[i], i - all.firsts[owners[i]], masks[i], own);
         });
         return picks;
     }
@@ -131,7 +139,7 @@ class Round {
             int64_t *out = v.picks + r * (v.most + 1), place = 0;
             for (bool is_right = true; is_right; place++) {
                 int64_t at = all.firsts[r] + place;
-                out[place] = is_shared ? picks[at] : pick_at(all, logits, r, place, memory.get());
+                out[place] = is_shared ? picks[at] : pick_at(all, logits, r, place, mask_at(r, place), memory.get());
                 if (v.num_likely) report(logits + at * vocab, r, place, out[place], memory.get());
                 is_right = place < v.counts[r] && drafted[place] == out[place];
             }
