@@ -75,7 +75,7 @@ class Dispatcher:
         """
         self._asyncio = asyncio.get_running_loop()
         most, cached = self._config.lengths(self._context, self._max_num_seqs)
-        engine: LLMEngine = await asyncio.to_thread(self._loop.start, self._max_num_seqs, cached)
+        engine: LLMEngine = await asyncio.to_thread(self._loop.start, self._max_num_seqs, cached, self._config.warm_up)
         if (held := engine.max_num_cached_tokens) < (self._config.max_model_len or 0):
             await self.stop()
             raise ValueError(f"max_num_cached_tokens must hold max_model_len tokens, {most}, and {held} are held")

@@ -35,6 +35,7 @@ class ServerConfig:
         max_waiting_tokens: prompt tokens that may wait; a single request may exceed it while no other waits.
         request_timeout: seconds after which a request is ended, waiting included.
         max_body_bytes: largest request body.
+        warm_up: before listening, decode a full batch and touch the cache's memory: no first request waits for it.
         access_log: write a line to the log for every answer.
         log_prompts: write prompts to the log.
 
@@ -54,6 +55,7 @@ class ServerConfig:
     max_waiting_tokens: int = 1 << 18
     request_timeout: float = 600.0
     max_body_bytes: int = 8 << 20
+    warm_up: bool = True
     access_log: bool = True
     log_prompts: bool = False
 
@@ -71,8 +73,8 @@ class ServerConfig:
         whole("max_body_bytes", self.max_body_bytes, 1)
         if not (is_number(self.request_timeout) and self.request_timeout > 0):
             raise ValueError(f"request_timeout must be a number of seconds above 0, {got(self.request_timeout)}")
-        flag("log_prompts", self.log_prompts)
-        flag("access_log", self.access_log)
+        for name in ("warm_up", "access_log", "log_prompts"):
+            flag(name, getattr(self, name))
         if self.max_model_len and self.max_num_cached_tokens and self.max_model_len > self.max_num_cached_tokens:
             raise ValueError(
                 f"max_model_len must be at most max_num_cached_tokens, {self.max_num_cached_tokens}, "

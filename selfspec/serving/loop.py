@@ -19,6 +19,7 @@ from selfspec.serving.calls import Call
 from selfspec.serving.metrics import Metrics
 from selfspec.serving.protocol import CompletionRequest
 from selfspec.serving.refusal import Refusal
+from selfspec.serving.warm_up import warm_up
 
 _log = logging.getLogger("selfspec.serving")
 MAX_UNSENT = 256  # outputs that no client waits for yet: handing over more at once would block the event loop
@@ -65,13 +66,14 @@ class EngineLoop:
         self._unstarted: dict[str, int] = {}  # those that have no place yet, and their tokens
         self._update, self._load = EngineUpdate(), Load()
 
-    def start(self, max_num_seqs: int, max_num_cached_tokens: int) -> LLMEngine:
+    def start(self, max_num_seqs: int, max_num_cached_tokens: int, warms_up: bool = False) -> LLMEngine:
         """Make an engine of that size, which may take seconds, and serve; only its constants may be read.
 
         Raises:
             what `LLM.engine` raises.
         """
         self._sizes = {"max_num_seqs": max_num_seqs, "max_num_cached_tokens": max_num_cached_tokens}
+        self._warms_up = warms_up
         self._thread.start()
         return self._ready.result()
 
@@ -94,6 +96,8 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             engine = self._llm.engine(**self._sizes)
+            if self._warms_up:
+                warm_up(engine)
         except BaseException as problem:
             self._ready.set_exception(problem)
             return

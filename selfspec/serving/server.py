@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from time import time
 from typing import Any
@@ -23,7 +24,13 @@ from selfspec.serving.fields import check_fields
 from selfspec.serving.loop import refusal_of
 from selfspec.serving.messages import MessagesRequest, MessagesWriter
 from selfspec.serving.metrics import Metrics
-from selfspec.serving.protocol import COMPLETION_TOKENS, ChatRequest, CompletionRequest, GenerationRequest
+from selfspec.serving.protocol import (
+    COMPLETION_TOKENS,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    chat_request,
+)
 from selfspec.serving.refusal import Refusal, shown
 from selfspec.serving.responses import ResponsesRequest, ResponsesWriter
 from selfspec.serving.token_texts import TokenTexts
@@ -93,6 +100,8 @@ class Server:
         """
         await self.dispatcher.start()
         self.reader.max_model_len = self.dispatcher.max_model_len
+        with suppress(Refusal):  # templates are compiled at their first use
+            await self.reader.chat(chat_request({"messages": [{"role": "user", "content": "Hi"}]}))
 
     @property
     def names(self) -> tuple[str, ...]:
