@@ -453,8 +453,8 @@ class Draft(NamedTuple):
     """What a drafter proposes for one sequence without running layers."""
 
     token_ids: list[int]
-    match_length: int = 0  # of the text that it continues
-    source: int = 0  # one of `control.plan.SOURCES`
+    match_length: int = 0  # of the text that it continues; of forced tokens, their number
+    source: int = 0  # one of `control.plan.SOURCES`, or `control.plan.GRAMMAR`
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,6 +484,7 @@ class Plan:
     draft_vocab: int | None = None  # draft over the N most frequent tokens; not with processors and grammars
     draft_bits: int | None = None  # 4: draft by 4-bit copies of the layers, where they exist; all layers verify
     lookups: LookupTable | None = None  # draft by lookup in the rounds for which the table gives lengths
+    most_forced: int = 0  # tokens that a row's grammar forces are drafted first, at most so many per round
     num_rounds: int = 1
     deadline: float | None = None  # seconds after which no further round begins; None: the engine's
     speedup: float | None = None  # expected speedup over plain decoding, for display
@@ -515,8 +516,8 @@ class RowRound:
     confidences: tuple[float, ...] = ()  # of the drafted tokens, where the plan reads them
     divergences: tuple[float, ...] = ()  # KL(target || draft) in nats at the judged positions, where the plan asks
     shadow: ShadowPicks | None = None
-    match_length: int = 0  # of a draft by lookup
-    source: int = 0  # of a draft by lookup: one of `control.plan.SOURCES`
+    match_length: int = 0  # of a draft by lookup; of forced tokens, their number
+    source: int = 0  # of such a draft: one of `control.plan.SOURCES`, or `control.plan.GRAMMAR`
     logprobs: list[TokenLogprobs] | None = None  # of `token_ids`, where the request asks for them
     logits: Tensor | None = None  # [len(token_ids), vocab], where the request keeps them
     scores: Tensor | None = None

@@ -115,6 +115,7 @@ class Adversary(Schedule):
     ) -> None:
         super().__init__(seed, num_layers, **options)
         self.dice, self.layers = random.Random(seed), range(1, num_layers)
+        self.forced_dice = random.Random(seed)
         self.most_rounds, self.eager, self.copies = most_rounds, eager, copies
         self.seeds: list[tuple[Sequence, Any]] = []  # (sequence, shadow picks) of every probe of a prompt
         self.shadows: list[tuple[RowRound, int, bool]] = []  # with shadow picks, from which position, whether exact
@@ -147,6 +148,7 @@ class Adversary(Schedule):
             draft_bits=dice.choice([None, 4]) if drafts and self.copies else None,
             lookups=dice.choice([None, self.some_lookups(rows)]) if plan.exit_layer != LOOKUP else None,
             num_rounds=dice.randint(1, self.most_rounds),
+            most_forced=self.forced_dice.choice([0, 3, 40]),
         )
 
     def some_lookups(self, rows: list[Sequence]) -> LookupTable:

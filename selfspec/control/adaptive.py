@@ -50,6 +50,8 @@ class Adaptive(Policy):
         drafters: where drafts may come from, some of `DRAFTERS`.
     """
 
+    most_forced = 32
+
     def __init__(
         self,
         costs: Costs,

@@ -25,6 +25,8 @@ Compiled code has the same bounds (`lookup.h`)."""
 NUM_MATCH_BINS = len(MATCH_EDGES) + 1
 SOURCES = OWN_TEXT, RESPONSES, CORPUS = range(3)
 """Where drafts by lookup come from: the row's own text, finished responses, a corpus. In `lookup.h`, too."""
+GRAMMAR = len(SOURCES)
+"""The source of drafts whose tokens a grammar forces."""
 NUM_LOOKUP_BINS = len(SOURCES) * NUM_MATCH_BINS
 SEED_POSITIONS = 16  # last positions of a prompt at which a policy may probe layers (arXiv 2504.05598)
 
@@ -154,7 +156,14 @@ def table_of(plan: Plan) -> LookupTable | None:
 
 
 class Policy:
-    """The base class of policies. Plans change speed, never tokens. A subclass must define `plan`."""
+    """The base class of policies. Plans change speed, never tokens. A subclass must define `plan`.
+
+    Attributes:
+        most_forced: tokens that the grammars of structured outputs force are drafted before all others, at most so many
+            per row and round: each is certain. A plan may say otherwise. What comes of such rounds is not observed.
+    """
+
+    most_forced = 0
 
     def plan(self, rows: list[Sequence]) -> Plan:
         """Decide what to run for these rows next, and for how many rounds."""

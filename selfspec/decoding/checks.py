@@ -6,7 +6,7 @@ from collections import abc
 from dataclasses import replace
 from itertools import pairwise
 
-from selfspec.control.plan import NUM_BINS, NUM_LOOKUP_BINS, Alternatives, LookupTable, Policy, ShadowPlan
+from selfspec.control.plan import GRAMMAR, NUM_BINS, NUM_LOOKUP_BINS, Alternatives, LookupTable, Policy, ShadowPlan
 from selfspec.core import LOOKUP, UNBOUNDED_ROUNDS, Plan, Request, RoundOutput, Sequence
 from selfspec.errors import is_number, whole
 from selfspec.model.split_model import SplitModel
@@ -39,13 +39,20 @@ class CheckedPolicy:
         if plan is None:
             plan = check_plan(asked, len(rows), self._num_layers)
             self._checked = [(asked, len(rows), plan), *self._checked[: MOST_CHECKED - 1]]
+        if self.policy.most_forced > plan.most_forced and any(row.grammar is not None for row in rows):
+            plan = replace(plan, most_forced=self.policy.most_forced)
         if plan.lookups is not None and (plan.lookups is not self._table[0] or len(rows) != self._table[1]):
             check_lookups(plan.lookups, len(rows))
             self._table = plan.lookups, len(rows)
         return plan if all(speculate) else _without(plan, speculate)
 
     def observe(self, plan: Plan, rounds: list[RoundOutput]) -> None:
-        """Let the policy observe what came of its last plan; rounds that it did not plan are left out."""
+        """Let the policy observe what came of its last plan; rounds that it did not plan are left out.
+
+        Those in which grammars forced tokens say nothing of other drafts.
+        """
+        if plan.most_forced:
+            rounds = [round_ for round_ in rounds if not any(row.source == GRAMMAR for row in round_.rows)]
         if self._is_planned and rounds:
             self.policy.observe(plan, rounds)
 
@@ -96,6 +103,7 @@ def check_plan(plan: Plan, num_rows: int, num_layers: int) -> Plan:
         whole("a plan's draft_vocab", plan.draft_vocab, 1)
     if plan.draft_bits not in (None, 4):
         raise ValueError(f"a plan's draft_bits must be 4 or None (the layers themselves), got {plan.draft_bits}")
+    whole("a plan's most_forced", plan.most_forced, 0)
     if plan.deadline is not None and not (is_number(plan.deadline) and plan.deadline >= 0):
         raise ValueError(f"a plan's deadline must be seconds, at least 0, or None, got {plan.deadline!r}")
     exit_layer, lengths = plan.exit_layer, (0,) * num_rows

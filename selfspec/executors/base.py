@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from selfspec.control.plan import Policy, table_of
 from selfspec.core import LOOKUP, Draft, Plan, RoundOutput, RowRound, Sequence, StageSeconds
+from selfspec.drafting.grammar import with_forced
 from selfspec.executors.picker import Picker
 from selfspec.executors.prefill import prefill
 from selfspec.model.kv_cache import PagedCache
@@ -18,7 +19,7 @@ class RoundDraft(NamedTuple):
     """How one round of a plan drafts."""
 
     plan: Plan  # with draft lengths cut to the tokens that the rows may still emit
-    given: list[Draft] | None = None  # per row, its draft by lookup, possibly empty; None: not drafted by lookup
+    given: list[Draft] | None = None  # per row, its draft by lookup or grammar, possibly empty; None: layers may draft
     longest: int = 0  # maximum draft length of a row in this and later rounds; 0: that of this round
 
     def add_matches(self, rows: list[RowRound]) -> None:
@@ -86,12 +87,16 @@ class Executor:
 def next_draft(rows: list[Sequence], plan: Plan) -> RoundDraft:
     """How the next round of a plan drafts, given the rows' current tokens."""
     most, table = [row.num_remaining - 1 for row in rows], table_of(plan)
+    given: list[Draft] | None = None
     if table is not None:
         lookups = [row.lookup for row in rows]
         lengths = table.drafted([own.match for own in lookups], most, [own.source for own in lookups])
         if lengths is not None:
             given = [own.draft(length) for own, length in zip(lookups, lengths, strict=True)]
-            return RoundDraft(Plan(LOOKUP, tuple([len(draft.token_ids) for draft in given])), given)
+    if any(row.grammar is not None for row in rows):
+        given = with_forced(rows, given, plan.most_forced, most)
+    if given is not None:
+        return RoundDraft(Plan(LOOKUP, tuple([len(draft.token_ids) for draft in given])), given)
     if next_exit(rows, plan) is not None:
         lengths = tuple([min(pair) for pair in zip(plan.draft_lengths, most, strict=True)])
         cut = plan if lengths == plan.draft_lengths else replace(plan, draft_lengths=lengths)

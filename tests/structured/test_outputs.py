@@ -11,6 +11,7 @@ from jsonschema import validate
 
 from selfspec import LLM, SamplingParams, StructuredOutputs
 from selfspec.control.adaptive import Adaptive
+from selfspec.control.plan import GRAMMAR
 from selfspec.core import LOOKUP, Request
 from selfspec.kernels.pick import scored
 from tests.decoding.test_greedy import tokens_of
@@ -28,6 +29,8 @@ POLICIES = {
     "programs": lambda: Adversary(1, 4, most_rounds=20, eager=0.2),
     "fixed": lambda: Always(2, 4, num_rounds=9),
     "lookup": lambda: Always(LOOKUP, 4, num_rounds=9),
+    "forced": lambda: Always(None, 0, num_rounds=9, most_forced=16),
+    "forced and layers": lambda: Always(2, 4, num_rounds=9, most_forced=2),
     "adaptive": lambda: Adaptive(where_drafts_pay()),
 }
 
@@ -113,6 +116,44 @@ def test_the_compiled_executor_runs_the_rounds_of_the_eager_one(seed):
         seen.append((tokens_of(outputs), [seen_of(row) for row in policy.rows]))
     assert seen[0] == seen[1]
     assert sum(row.num_accepted for row in policy.rows) > 20
+
+
+@most_executors
+@pytest.mark.parametrize("num_rounds", [1, 20])
+def test_forced_tokens_are_drafted_and_never_rejected(kind, num_rounds):
+    asked = StructuredOutputs(json=PERSON, disable_any_whitespace=True)
+    params = SamplingParams(max_tokens=60, temperature=1.0, structured_outputs=asked)
+    [plain] = outputs_of(kind, "plain", [(prompt_of(1), params)])
+    run = Run(engine_of(kind, Always(None, 0, num_rounds=num_rounds, most_forced=9)))
+    run.add(Request(prompt_of(1), params, frozenset([EOS])))
+    [output] = run.finish().outputs
+    assert output.token_ids == plain.token_ids
+    rows = [row for row in run.rows("0") if row.source == GRAMMAR]
+    assert all(row.num_drafted == row.num_accepted == row.match_length for row in rows)
+    assert max(row.num_drafted for row in rows) == 9, "a plan says how many"
+    assert sum(row.num_drafted for row in rows) >= len('{"name":"' + '"kind":"')
+    assert {round_.exit_layer for round_ in run.rounds if round_.rows} <= {None, LOOKUP}
+
+
+@most_executors
+def test_rows_that_opt_out_draft_no_forced_tokens_and_policies_see_no_such_round(kind):
+    several = [
+        (prompt_of(1), params_of("schema", speculative=False)),
+        (prompt_of(1), params_of("schema")),
+        (prompt_of(2), SamplingParams(max_tokens=30)),
+    ]
+    policy = Always(2, 3, num_rounds=4, most_forced=9)
+    done = outputs_of(kind, policy, several)
+    assert done[0].stats.num_draft_tokens == 0 < done[1].stats.num_draft_tokens
+    assert done[0].token_ids == done[1].token_ids
+    assert policy.rows and not any(row.source == GRAMMAR for row in policy.rows)
+
+
+def test_the_default_policy_drafts_forced_tokens_first():
+    run = Run(engine_of("cpu", Adaptive(where_drafts_pay())))
+    run.add(Request(prompt_of(1), params_of("schema"), frozenset([EOS])))
+    run.finish()
+    assert run.rows("0")[0].source == GRAMMAR
 
 
 def texts_of(name, kind="cpu", **more):

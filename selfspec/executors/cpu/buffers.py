@@ -53,11 +53,12 @@ class ProgramLimits(NamedTuple):
     indices: Sequence[int] | None = None  # per row: address of its compiled index, to which its tokens are added
     others: Sequence[tuple[int, int]] = ()  # source and address of the other texts that all rows look in
     table: Table | None = None  # draft lengths by lookup; needs `indices`
+    most_forced: Sequence[int] = ()  # per row: maximum number of tokens drafted that its grammar forces; empty: none
 
     @property
-    def max_lookup_draft(self) -> int:
-        """The maximum number of tokens that a row drafts by lookup."""
-        return 0 if self.table is None else max(map(max, self.table[0]))
+    def max_given_draft(self) -> int:
+        """The maximum number of tokens that a row drafts by lookup or by its grammar."""
+        return max(0 if self.table is None else max(map(max, self.table[0])), *self.most_forced, 0)
 
 
 class RowResult(NamedTuple):
@@ -102,7 +103,9 @@ class Buffers:
 
     def __init__(self, body: CompiledBody, count: int, max_draft: int, num_rounds: int) -> None:
         self.count, self.max_draft, self.size = count, max_draft, (count, max_draft, num_rounds)
-        self._positions, self._lengths, self._last, self._capacities = (_ints(count) for _ in range(4))
+        self._positions, self._lengths, self._last, self._capacities, self._most_forced = (
+            _ints(count) for _ in range(5)
+        )
         # One entry per round:
         self._drafted, self._counts, self._emitted, self._matches, self._sources = (
             _ints(num_rounds * count) for _ in range(5)
@@ -220,12 +223,16 @@ class Buffers:
         program = self._program
         program.follow = None if grammars is None else ctypes.cast(grammars.follow, ctypes.c_void_p).value
         program.has_grammar = None if grammars is None else grammars.has_grammar
+        program.most_forced = None
 
     def set_limits(self, limits: ProgramLimits, is_given: bool) -> None:
         """Set when the program ends. `is_given`: no layer drafts in the first round."""
         program, table = self._program, limits.table
         self._given[0] = is_given
         program.rounds, program.seconds = limits.num_rounds, limits.seconds
+        if limits.most_forced:
+            self._most_forced[:] = limits.most_forced
+            program.most_forced = ctypes.addressof(self._most_forced)
         if limits.ends != self._ends[0] or self._ends[1] is None:
             flat = [token for own in limits.ends for token in own]
             offsets = [0, *accumulate(map(len, limits.ends))]

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from selfspec.control.plan import CONFIDENCE_EDGES, SurvivalStop, table_of
 from selfspec.core import LOOKUP, Plan, RoundOutput, RowRound, Sequence, StageSeconds
+from selfspec.drafting.grammar import most_forced
 from selfspec.executors.after_round import add_shadow_picks
 from selfspec.executors.base import Executor, RoundDraft, next_exit
 from selfspec.executors.cpu.body import FEW, CompiledBody
@@ -85,9 +86,9 @@ class CompiledRounds:
         """
         body, lengths, num_rounds = self.body, [row.length for row in rows], limits.num_rounds
         drafts = lengths if given is None else [len(tokens) for tokens in given]
-        max_draft = max(*drafts, *lengths, min(limits.max_lookup_draft, max(capacities)), 1)
+        max_draft = max(*drafts, *lengths, min(limits.max_given_draft, max(capacities)), 1)
         longest = max([row.start + n for row, n in zip(rows, drafts, strict=True)]) + 1
-        if num_rounds > 1 or limits.table is not None:  # no row exceeds its capacity
+        if num_rounds > 1 or limits.max_given_draft:  # no row exceeds its capacity
             full = max([row.start + own for row, own in zip(rows, capacities, strict=True)]) + 1
             longest = max(longest, min(longest + num_rounds * (max_draft + 1), full))
         model, layers = body.structs(cache)
@@ -176,6 +177,8 @@ class CpuExecutor(Executor):
             plan = replace(plan, exit_layer=None)
         ends = [sorted(row.stopper.ends) for row in rows]
         limits = ProgramLimits(min(plan.num_rounds, max_rounds(len(rows))), deadline, ends)
+        if any(forced := [most_forced(row, plan.most_forced) for row in rows]):
+            limits = limits._replace(most_forced=forced)
         if texts:
             others = [(source, one.address) for source, one in texts[0].others]
             limits = limits._replace(indices=[one.own.address for one in texts], others=others, table=table_of(plan))

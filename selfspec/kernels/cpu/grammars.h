@@ -17,6 +17,17 @@ struct Followed {
     bool has_ended;
 };
 
+// The only token of a mask; -1 if there are several.
+static inline int64_t single_of(const uint32_t* mask, int64_t vocab) {
+    int64_t found = -1;
+    for (int64_t word = 0; word < (vocab + 31) / 32; word++) {
+        if (!mask[word]) continue;
+        if (found >= 0 || mask[word] & (mask[word] - 1)) return -1;
+        found = word * 32 + __builtin_ctz(mask[word]);
+    }
+    return found;
+}
+
 // Follows the rows of a program. Only the thread that runs the program may ask. The caller is asked once about a
 // position, since a draft's masks are those of its verification.
 class Grammars {
@@ -53,6 +64,25 @@ class Grammars {
             path.tokens.push_back(drafted[i]);
         }
         return path.after[path.num_taken + count];
+    }
+
+    // How many of these tokens a row's grammar allows, one after the other.
+    int64_t num_allowed(int64_t row, const int64_t* tokens, int64_t count) {
+        for (int64_t i = 0; i < count && has_grammar[row]; i++)
+            if (!(after(row, tokens, i).mask[tokens[i] / 32] >> (tokens[i] % 32) & 1)) return i;
+        return count;
+    }
+
+    // Write at most `most` tokens, each of which is the only one that may follow, and return their number.
+    int64_t forced(int64_t row, int64_t most, int64_t vocab, int64_t* out) {
+        int64_t count = 0;
+        for (; count < most && has_grammar[row]; count++) {
+            Followed found = after(row, out, count);
+            int64_t single = found.has_ended ? -1 : single_of(found.mask, vocab);
+            if (single < 0) break;
+            out[count] = single;
+        }
+        return count;
     }
 
     // Take the tokens of a round. Returns whether nothing may follow them.

@@ -9,6 +9,7 @@
 // `MATCH_EDGES`.
 constexpr int64_t OWN_TEXT = 0;
 constexpr int64_t EDGES[] = {2, 3, 4, 6, 9, 16, 32, 64, 128}, NUM_BINS = std::size(EDGES) + 1, NUM_SOURCES = 3;
+constexpr int64_t GRAMMAR = NUM_SOURCES;  // the source of drafts that are in no text: a grammar forces them
 
 struct Found {
     int64_t match, place;  // match length, 0: none; where the texts have it

@@ -23,14 +23,16 @@ struct Program {
     const int64_t* lengths;       // [num_rows, sources, bins]: the fields of `selfspec.control.plan.LookupTable`
     const double *gains, *needs;  // [num_rows, sources, bins]; [num_needs]
     int64_t num_needs;
-    // [rounds]: whether no layer drafts; in: of the first round if `indices` is null; out: of all rounds
+    // [rounds]: whether no layer drafts; in: of the first round if nothing is drafted here; out: of all rounds
     int64_t* given;
-    int64_t *matches, *drafted_from;  // out: [rounds, num_rows]: match length and source of a draft by lookup, else 0
+    // out: [rounds, num_rows]: match length and source of a draft by lookup, number and source of forced tokens, else 0
+    int64_t *matches, *drafted_from;
     // The contents of rows with penalties, row after row, empty for other rows; [num_rows + 1] offsets; [num_rows]
     // prompt lengths. Null if no row has penalties.
     const int64_t *texts, *text_ends, *num_prompts;
     Follow follow;               // follows the grammars of rows; null: no row has one
-    const int64_t* has_grammar;  // [num_rows]
+    // [num_rows]: whether rows have one; how many tokens that it forces are drafted at most, null: none of any row
+    const int64_t *has_grammar, *most_forced;
     int64_t done;                // out: number of rounds that ran
 };
 
@@ -69,19 +71,29 @@ class Run {
         return total && gain >= p.needs[std::min(total, p.num_needs - 1)];
     }
 
-    // Choose the source of drafts of the next round, and write drafts by lookup.
+    // Write the draft of a row that no layer makes, from texts or by its grammar, and return its number of tokens.
+    int64_t write_draft(int64_t r, bool is_found) {
+        int64_t *tokens = v.tokens + r * v.most, count = 0, at = p.done * d.num_rows + r;
+        const Choice& choice = choices[r];
+        if (is_found && drafts[r]) count = selfspec_texts_draft(choice.texts, &choice.found, drafts[r], tokens);
+        if (grammars) count = grammars->num_allowed(r, tokens, count);
+        if (count) p.matches[at] = choice.found.match, p.drafted_from[at] = choice.source;
+        if (!p.most_forced || !grammars) return count;
+        int64_t most = std::max<int64_t>(0, std::min({p.most_forced[r], p.capacities[r], v.most}));
+        std::vector<int64_t> forced(most);
+        int64_t num_forced = grammars->forced(r, most, v.head->out, forced.data());
+        if (num_forced <= count) return count;  // what is allowed begins with what is forced
+        std::copy_n(forced.begin(), num_forced, tokens);
+        p.matches[at] = num_forced, p.drafted_from[at] = GRAMMAR;
+        return num_forced;
+    }
+
+    // Choose the source of drafts of the next round, and write drafts that no layer makes.
     void choose() {
-        bool is_found = look_up();
-        p.given[p.done] = is_found || !exit_layer;
-        for (int64_t r = 0; r < d.num_rows && is_found; r++) {
-            if (!drafts[r]) continue;
-            const Choice& choice = choices[r];
-            int64_t* tokens = v.tokens + r * v.most;
-            int64_t count = selfspec_texts_draft(choice.texts, &choice.found, drafts[r], tokens);
-            int64_t at = p.done * d.num_rows + r;
-            v.counts[r] = count;
-            if (count) p.matches[at] = choice.found.match, p.drafted_from[at] = choice.source;
-        }
+        bool is_found = p.indices && look_up();
+        int64_t total = 0;
+        for (int64_t r = 0; r < d.num_rows; r++) total += v.counts[r] = write_draft(r, is_found);
+        p.given[p.done] = total || !exit_layer;
     }
 
     // Set up the histories of rows with penalties.
@@ -148,7 +160,7 @@ class Run {
     int64_t run(const Model* m) {
         double begin = now();
         for (p.done = 0;; advance()) {
-            if (p.indices)
+            if (p.indices || p.most_forced)
                 choose();
             else if (p.done)
                 p.given[p.done] = !exit_layer;
