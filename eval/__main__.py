@@ -7,6 +7,7 @@ replay   every policy on recorded outputs, without the model, compared with boun
 live     adaptive, fixed settings and plain decoding by batch size
 serve    policies under load: requests that arrive at a server, or at one in virtual time
 sizes    files of 1 to 8 billion random weights: load time, memory and speed beside llama.cpp
+structured  JSON by a schema and function calls: constrained and free, plain and drafted
 gpu      kernels, launches and tokens per second of a GPU
 
 Tables go to standard output, progress to standard error. Exit codes: 0; 1 (a run failed);
@@ -30,6 +31,7 @@ COMMANDS = {  # the module of each command; its `main` takes the other arguments
     "live": "eval.live",
     "serve": "eval.serve",
     "sizes": "eval.sizes",
+    "structured": "eval.structured",
     "gpu": "eval.gpu",
 }
 
