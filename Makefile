@@ -16,7 +16,9 @@ BENCH_ARGS ?=
 DEMO := $(VENV)/bin/selfspec generate --show-drafts --compare
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast test-slow gpu lint lint-text types format bench clean
+CLIENTS ?=
+
+.PHONY: help venv demo test test-fast test-slow test-clients gpu lint lint-text types format bench clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -44,6 +46,9 @@ test-fast: $(STAMP) $(SMOLLM2)
 
 test-slow: $(STAMP) $(SMOLLM2) $(RAY)  ## the tests that take patience: more examples, fresh random seeds, whole trainings
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(VENV)/bin/python -m pytest -m "slow and not gpu" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+
+test-clients: $(STAMP) $(SMOLLM2)  ## real clients, each in an environment of its own, against a server; CLIENTS='openai guidellm'
+	$(VENV)/bin/python -m tests.clients $(CLIENTS)
 
 gpu: $(STAMP)  ## the tests that need a CUDA device
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)

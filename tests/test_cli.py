@@ -512,3 +512,8 @@ def test_the_demo_can_be_inspected_and_asked_for_by_name(run, monkeypatch):
     monkeypatch.setattr(session, "find_spec", lambda name: None)
     done = run("generate", "def", "--max-tokens", 4)
     assert done.code == 0 and done.out == run("generate", "def", "-m", "demo", "--max-tokens", 4).out
+
+
+def test_the_tokenizer_is_saved_where_asked(run, model_folder, tmp_path):
+    assert run("inspect", model_folder, "--json", "--save-tokenizer", tmp_path / "made").code == 0
+    assert (tmp_path / "made" / "tokenizer.json").is_file()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Exit
+from typer import Exit, Option
 
-from selfspec.cli.failure import RUN
+from selfspec.cli.failure import RUN, Failure
 from selfspec.cli.options import Json, ModelArgument, ModelOptions, as_sentences
 from selfspec.cli.status import StatusConsole
 
@@ -17,7 +18,16 @@ if TYPE_CHECKING:
     from selfspec.loading.inspection import Report
 
 
-def inspect(*, model: ModelArgument, options: ModelOptions, as_json: Json = False) -> None:
+def inspect(
+    *,
+    model: ModelArgument,
+    options: ModelOptions,
+    save_tokenizer: Annotated[
+        Path | None,
+        Option(help="Write the tokenizer to a folder, for load generators that want one.", metavar="FOLDER"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Write the report; the exit code says whether the self-check passes."""
     with StatusConsole() as status, as_sentences():
         with status.waiting("importing torch and transformers"):
@@ -29,6 +39,10 @@ def inspect(*, model: ModelArgument, options: ModelOptions, as_json: Json = Fals
                 model, dtype=options.dtype, device=options.device, adapter=options.adapter
             )
             report = examine(model, opened, tokenizer)
+    if save_tokenizer is not None:
+        if tokenizer is None:
+            raise Failure(f"{model} has no tokenizer to save; leave --save-tokenizer out", RUN)
+        tokenizer.save_pretrained(save_tokenizer)
     if as_json:
         sys.stdout.write(json.dumps(asdict(report)) + "\n")
     else:

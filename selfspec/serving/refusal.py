@@ -67,8 +67,8 @@ def too_long(length: int, what: str, most: int, param: str) -> Refusal:
         what: the units of `length`.
         most: tokens of prompt and answer.
     """
-    message = f"{param} has {length} {what}, and this model's maximum context length is {most} tokens"
-    return Refusal(f"{message} for prompt and answer; shorten it", param=param, code="context_length_exceeded")
+    message = f"the prompt is too long: {param} has {length} {what}, and this model's maximum context length is {most}"
+    return Refusal(f"{message} tokens for prompt and answer; shorten it", param=param, code="context_length_exceeded")
 
 
 def shown(value: object) -> str:

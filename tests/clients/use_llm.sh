@@ -1,0 +1,6 @@
+set -e
+export LLM_USER_PATH=$FOLDER
+printf -- '- model_id: served\n  model_name: %s\n  api_base: "%s/v1"\n' "$MODEL" "$BASE" > "$FOLDER/extra-openai-models.yaml"
+"$BIN/llm" keys set openai --value none
+test -n "$("$BIN/llm" -m served -o max_tokens 20 'Who are you?')"
+test -n "$("$BIN/llm" -m served -c --no-stream -o max_tokens 20 'And me?')"
