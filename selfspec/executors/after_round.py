@@ -12,6 +12,7 @@ from torch import Tensor
 from selfspec.control.plan import ShadowPlan
 from selfspec.core import Plan, RowRound
 from selfspec.executors.draft_picks import DraftPicker
+from selfspec.executors.masks import mask_of, penalty_of
 from selfspec.executors.penalties import Penalties
 from selfspec.executors.picker import Picker
 from selfspec.executors.shadow import part_of, shadow_picks
@@ -79,7 +80,7 @@ def add_shadow_picks(
     picked: list[int] = []
     cuts: list[tuple[int, int, int]] = []  # row, and its part of the index
     for i in shadow.rows:
-        if outputs[i].sequence.has_processors or outputs[i].sequence.grammar is not None:
+        if outputs[i].sequence.has_processors:
             continue  # asking a processor about every layer's logits would cost more than it tells
         count = min(outputs[i].num_chain_accepted + 1, shadow.max_columns)
         cuts.append((i, len(index), len(index) + count))
@@ -100,6 +101,9 @@ def add_shadow_picks(
     if penalties is not None:
         counts = {i: high - low for i, low, high in cuts}
         penalty = penalties.along([output.token_ids[: counts.get(i, 0)] for i, output in enumerate(outputs)])
+    pairs = [(outputs[i], column) for i, low, high in cuts for column in range(high - low)]
+    penalty = penalty_of([mask_of(one.sequence, one.token_ids[:column]) for one, column in pairs], target, penalty)
+    if penalty is not None:
         target = penalty.applied(target)
     seen = shadow_picks(split, picker, shadow.layers, hidden, params, positions, target, picks, shadow.exact, penalty)
     for i, low, high in cuts:

@@ -11,7 +11,7 @@ from jsonschema import validate
 
 from selfspec import LLM, SamplingParams, StructuredOutputs
 from selfspec.control.adaptive import Adaptive
-from selfspec.control.plan import GRAMMAR
+from selfspec.control.plan import GRAMMAR, ShadowPlan
 from selfspec.core import LOOKUP, Request
 from selfspec.kernels.pick import scored
 from tests.decoding.test_greedy import tokens_of
@@ -147,6 +147,25 @@ def test_rows_that_opt_out_draft_no_forced_tokens_and_policies_see_no_such_round
     assert done[0].stats.num_draft_tokens == 0 < done[1].stats.num_draft_tokens
     assert done[0].token_ids == done[1].token_ids
     assert policy.rows and not any(row.source == GRAMMAR for row in policy.rows)
+
+
+@most_executors
+def test_shadow_picks_are_those_of_drafts_under_the_same_masks(kind):
+    """A layer that is probed and then drafts, as if nothing else had changed, is right where the probe said so."""
+    several = [(prompt_of(1), params_of("schema", {"temperature": 0.8, "seed": 3}))]
+    probed = Always(None, 0, shadow=ShadowPlan((2,), (0,), 1, True))
+    outputs_of(kind, probed, several)
+    hits = [bool(row.shadow.hits[0, 0]) for row in probed.rows]
+    drafted = Always(2, 1)
+    outputs_of(kind, drafted, several)
+    accepted, at = {}, 0
+    for row in drafted.rows:
+        accepted |= {at: row.num_accepted == 1} if row.num_drafted else {}
+        at += len(row.token_ids)
+    assert {at: hits[at] for at in accepted if at < len(hits)} == {
+        at: own for at, own in accepted.items() if at < len(hits)
+    }
+    assert {True, False} <= {*accepted.values()}
 
 
 def test_the_default_policy_drafts_forced_tokens_first():
