@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import abc, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -157,6 +157,8 @@ def run_program(
         is_over = draft.plan.shadow is not None or any(not one.num_remaining for one in sequences)
         if is_over or done.seconds - begin >= deadline:
             break
+        if plan.ledger is not None:
+            plan = replace(plan, ledger=plan.ledger.after(rounds[-1]))
     clock.lap("rest")
     checked.observe(plan, rounds)
     clock.lap("control")

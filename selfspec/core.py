@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # for annotations alone
     from torch import Tensor
     from transformers import GenerationConfig
 
+    from selfspec.control.ledger import Ledger
     from selfspec.control.plan import Alternatives, LookupTable, Policy, ShadowPlan, SurvivalStop
     from selfspec.decoding.outputs import SpecStats
     from selfspec.decoding.stopping import Stopper, TextDelta
@@ -485,6 +486,7 @@ class Plan:
     draft_bits: int | None = None  # 4: draft by 4-bit copies of the layers, where they exist; all layers verify
     lookups: LookupTable | None = None  # draft by lookup in the rounds for which the table gives lengths
     most_forced: int = 0  # tokens that a row's grammar forces are drafted first, at most so many per round
+    ledger: Ledger | None = None  # what drafts may lose; None: no limit
     num_rounds: int = 1
     deadline: float | None = None  # seconds after which no further round begins; None: the engine's
     speedup: float | None = None  # expected speedup over plain decoding, for display
@@ -587,6 +589,11 @@ class StageSeconds:
 
     def now(self) -> float:
         return perf_counter()
+
+    @property
+    def decoding(self) -> float:
+        """Seconds that drafting changes: all stages but prefill, shadow picks and control."""
+        return self.draft + self.verify + self.head + self.pick + self.rest
 
     @property
     def total(self) -> float:

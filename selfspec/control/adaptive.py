@@ -1,21 +1,24 @@
 """`Adaptive`, the default policy: the drafter, exit layer and draft lengths with the most expected tokens per second.
 
-It combines shadow statistics of every layer (DEL, arXiv 2504.05598), a measured cost table that includes the head, and
-goodput as the objective (SmartSpec, arXiv 2406.14066; Synergy, arXiv 2310.18813), calibrated confidence (SpecDec++,
-arXiv 2405.19715), draft lengths for ragged batches (DSDE, arXiv 2509.01083), and prompt lookup by its acceptance rate.
+It combines shadow statistics of every layer (DEL, arXiv 2504.05598), goodput as the objective (SmartSpec, arXiv
+2406.14066; Synergy, arXiv 2310.18813), calibrated confidence (SpecDec++, arXiv 2405.19715), draft lengths for ragged
+batches (DSDE, arXiv 2509.01083), and prompt lookup by its acceptance rate.
 
-A decision chooses how layers draft (`planner`) and how many tokens are drafted by lookup after a match of each length
-(`ngrams`). It holds for all rounds until the next decision. `timing` says when to decide and when to probe layers, and
-corrects predicted times and forecast tokens by measured ones.
+Three things are known. `times`: what rounds took on this machine. `acceptance` and `ngrams`: how often each layer and
+each match was right. `ledger`: what drafting may still lose. A decision chooses how layers draft (`planner`) and how
+many tokens are drafted by lookup after a match of each length (`ngrams`), among the rounds whose price the ledger
+covers. It holds for all rounds until the next decision.
 """
 
 from __future__ import annotations
 
+import math
 from collections import abc
 from typing import TYPE_CHECKING, Any
 
 from selfspec.control.acceptance import Agreement, TokenClock, Tracker
 from selfspec.control.costs import Costs
+from selfspec.control.ledger import SHARE, Ledger
 from selfspec.control.ngrams import NgramStats, table
 from selfspec.control.plan import (
     OWN_TEXT,
@@ -24,11 +27,10 @@ from selfspec.control.plan import (
     Policy,
     ShadowPlan,
     confidence_bins,
-    lookup_bin,
 )
-from selfspec.control.planner import HANDICAP, MARGIN, Decision, Evidence, could_pay, decide
+from selfspec.control.planner import Decision, Evidence, could_pay, decide
 from selfspec.control.round_costs import MOST, MOST_FOUND, Drafters, RoundCosts, recorded_exits
-from selfspec.control.timing import BY_COPIES, BY_EXIT, BY_LOOKUP, Correction, ForecastRatio, Schedule, kind_of
+from selfspec.control.times import AllTimes, Times
 from selfspec.core import DRAFTERS, LOOKUP, Plan, RoundOutput, RowRound, Sequence, ShadowPicks
 
 if TYPE_CHECKING:
@@ -36,14 +38,20 @@ if TYPE_CHECKING:
 
 MIN_PICKS = 12.0  # lasting observations from which on a layer's acceptance counts as measured
 CONTEXT_STEP = 64  # growth of the rows in tokens after which round costs are computed again
-TIMING_INTERVAL = 4  # rounds between comparisons of measured and predicted time
 SEED_SHARE = 0.01  # largest time for probing a prompt, as a share of the row's plain decoding
+FIRST, MOST_ROUNDS = 8, 256  # rounds between decisions: after the first one; the number doubles up to the most
+DECISION_SHARE = 0.003  # largest share of the time for decisions
+PLAIN_ROUNDS, PLAIN_EVERY = 4, 512  # plain rounds that are measured at once, and rounds with drafts between them
+PROBE_EVERY = 8, 128  # rounds between probes of layers: at first; the number doubles up to the most
+PROBED_TOKENS, PROBED_ROWS = 20, 4  # probed positions per row, and rows per probe, at most
+SMOOTHING = 0.2  # of the moving average of a decision's seconds
 
 
 class Adaptive(Policy):
-    """Plans from acceptance statistics and a measured cost table.
+    """Plans from measured seconds, acceptance statistics and a ledger.
 
     Args:
+        costs: calibrated times, which stand for rounds that have not run yet.
         prior: the `state` of an earlier instance for the same model.
         exit_layers: exit layers to choose from; default: all, or `recorded_exits` where rounds are recorded.
         most: maximum draft length; default: no limit beyond `MOST` and `MOST_FOUND`.
@@ -69,24 +77,31 @@ class Adaptive(Policy):
         known = prior if isinstance(prior, dict) else {}
         self.tracker = Tracker(costs.num_layers, prior)
         """Acceptance statistics of all layers."""
+        self.ledger = Ledger(0.0, 0.0)
+        """What drafting may still lose; at the start half of the most."""
+        self.ledger = self.ledger._replace(balance=self.ledger.most / 2)
         self._clock = TokenClock()
         self._agreement = Agreement(costs.num_layers, self._clock, known.get("agreement"))
         self._ngrams = NgramStats(self._clock)
-        self._correction = Correction(_identity_of(costs), known.get("correction"))
-        self._layer_forecasts, self._lookup_forecasts = ForecastRatio(self._clock), ForecastRatio(self._clock)
+        self._all_times = AllTimes((costs.num_layers - 1, MOST + 1), self._clock)
         self._has_prior = any(self.tracker.num_lasting(layer) >= MIN_PICKS for layer in self._layers)
-        self._schedule = Schedule(costs, self._has_prior)
         self._vocabulary: Frequencies | None = None
         self._has_copies = False
         self._drafters = Drafters(costs)
         self._round_costs: RoundCosts | None = None
-        self._round_costs_for = (0, 0)
+        self._round_costs_for: tuple[int, int, Times] | None = None
         self.decision = Decision()
         self._lookups: LookupTable | None = None
+        self._probed: tuple[int, ...] = ()  # layers that are worth a probe
         self._rows: list[tuple[int, int]] = []  # identities of the rows of the last decision, see `Sequence.identity`
         self._has_processors = False  # whether any of these rows has processors
         self._context_lengths: abc.Sequence[int] = (0,)  # tokens per row
-        self._round = 0
+        self._rounds_left, self._interval = 0, FIRST  # rounds to the next decision, and from it to the one after
+        self._probe_in, self._probe_interval, self._next_row = 0, PROBE_EVERY[0], 0
+        self._since_plain = 0  # rounds since the last plain one
+        self._decision_seconds = 0.0  # moving average of the policy's own time in a step with a decision
+        self._is_evidence_new = True  # whether layers were judged since the last decision about them
+        self._has_decided = False  # whether the last plan came with a decision
 
     # -------------------------------------------------------------------------------------------------------- setters
 
@@ -99,16 +114,12 @@ class Adaptive(Policy):
         """Allow drafts by 4-bit copies of the layers; without this call they are not used."""
         if (has_copies and self._may_copy) != self._has_copies:
             self._has_copies = has_copies and self._may_copy
-            self._round_costs = None
+            self._round_costs_for = None
             self._reset_drafters()
 
     def _reset_drafters(self) -> None:
         self._drafters = Drafters(self.costs, self._vocabulary, self._has_copies)
-        self._schedule.decide_now()
-
-    def set_correction(self, correction: Any) -> None:
-        """Replace the time ratios by the `correction` of an earlier state with the same costs."""
-        self._correction = Correction(_identity_of(self.costs), correction)
+        self._rounds_left, self._is_evidence_new = 0, True
 
     def forget_rows(self) -> None:
         """Drop the statistics of single rows. Later rows may then have the same sequence ids."""
@@ -116,9 +127,8 @@ class Adaptive(Policy):
         self._ngrams.keep_rows(())
 
     def state(self) -> dict[str, Any]:
-        """All statistics as plain numbers, for the `prior` of a later instance."""
-        ratios = {"agreement": self._agreement.state(), "correction": self._correction.state()}
-        return self.tracker.state() | ratios
+        """All acceptance statistics as plain numbers, for the `prior` of a later instance."""
+        return self.tracker.state() | {"agreement": self._agreement.state()}
 
     # -------------------------------------------------------------------------------------------------------- probing
 
@@ -128,7 +138,8 @@ class Adaptive(Policy):
             return ()
         positions = min(SEED_POSITIONS, row.num_tokens - 1)
         budget = SEED_SHARE * row.num_remaining * self.costs.plain_round(1)
-        layers = could_pay(self._costs_of(1, row.num_tokens), self._layers, HANDICAP, 1.0)
+        round_costs = self._costs_of(1, row.num_tokens)
+        layers = could_pay(round_costs, self._layers, 1 / round_costs.plain_seconds)
         count = len(layers)
         while count and self.costs.seed(count, positions) > budget:
             count -= 1
@@ -136,68 +147,94 @@ class Adaptive(Policy):
 
     def seed(self, row: Sequence, shadow: ShadowPicks) -> None:
         self.tracker.add_shadow(shadow)
-        self._schedule.decide_now()
+        self._rounds_left, self._is_evidence_new = 0, True
 
     # ------------------------------------------------------------------------------------------------------- planning
 
     def plan(self, rows: list[Sequence]) -> Plan:
         self._context_lengths = [row.num_tokens for row in rows]
-        has_processors, schedule = any(row.has_processors for row in rows), self._schedule
-        if schedule.is_due or has_processors != self._has_processors or [row.identity for row in rows] != self._rows:
+        count, has_processors = len(rows), any(row.has_processors for row in rows)
+        is_other = [row.identity for row in rows] != self._rows or has_processors != self._has_processors
+        times = self._all_times.of(count, self.costs.context_of(self._context_lengths))
+        self._has_decided = False
+        if times.plain_seconds is None or self._wants_plain:
+            self._rounds_left = 0
+            return Plan(None, (0,) * count, num_rounds=PLAIN_ROUNDS, speedup=1.0)
+        if self._rounds_left <= 0 or is_other:
             self._has_processors = has_processors
-            self._decide(rows)
-        count, num_rounds = len(rows), schedule.num_rounds
-        if schedule.block:
-            return Plan(None, (0,) * count, num_rounds=schedule.block, speedup=1.0)
-        shadow = self._probe(count) if schedule.probe_is_due else None
+            self._decide(rows, is_other)
+        shadow = self._probe(count)
+        num_rounds, ledger = max(1, self._rounds_left), self.ledger
         if shadow is not None and self.costs.recorded is not None:
             return Plan(None, (0,) * count, shadow=shadow, speedup=1.0)
-        if shadow is None and self._layers:
-            num_rounds = min(num_rounds, schedule.rounds_before_probe)
-        return self.decision.plan(count, num_rounds, self._most, self._lookups, shadow)
+        if shadow is None and self._probed:
+            num_rounds = min(num_rounds, max(1, self._probe_in))
+        if self.decision.exit_layer is not None and ledger.layers > ledger.balance:
+            wait = (ledger.layers - ledger.balance) / (SHARE * times.plain_seconds)
+            num_rounds = min(num_rounds, max(1, math.ceil(wait)))
+        return self.decision.plan(count, num_rounds, self._most, self._lookups, shadow, ledger)
+
+    @property
+    def _wants_plain(self) -> bool:
+        """Whether plain rounds are to be measured again."""
+        return self._since_plain >= PLAIN_EVERY
 
     def _probe(self, num_rows: int) -> ShadowPlan | None:
-        """The next probe: of layers that do not draft but could be faster."""
-        if not self._layers or self._round_costs is None:
+        """A probe of layers that do not draft but could be faster, if one is due and the ledger covers it."""
+        if not self._probed or self._probe_in > 0:
             return None
-        ratio = self._correction.ratio(BY_EXIT, num_rows)
-        layers = could_pay(self._round_costs, self._layers, max(HANDICAP, self.decision.speedup), ratio)
-        layers = tuple([layer for layer in layers if layer != self.decision.exit_layer])
-        if self.costs.recorded is None:
-            return self._schedule.probe(layers, num_rows, 1 + self.decision.length)
-        # A plain round with always the same layers, so that few recordings of parts are made for probes.
-        return self._schedule.probe(tuple(self._layers) if layers else (), num_rows, 1.0)
+        tokens, layers = 1 + self.decision.length, self._probed
+        each, most = math.ceil(tokens), min(num_rows, PROBED_ROWS)
+        count = next((n for n in range(most, 0, -1) if self._probe_price(layers, n * each) <= self.ledger.balance), 0)
+        if not count:
+            self._probe_in = PROBE_EVERY[0]
+            return None
+        picked = tuple(sorted((self._next_row + i) % num_rows for i in range(count)))
+        self._next_row = (self._next_row + count) % num_rows
+        self._probe_interval = min(2 * self._probe_interval, PROBE_EVERY[1])
+        self._probe_in = self._probe_interval
+        return ShadowPlan(layers, picked, 1 if self.costs.recorded is not None else PROBED_TOKENS)
 
-    def _decide(self, rows: list[Sequence]) -> None:
+    def _probe_price(self, layers: tuple[int, ...], num_positions: int) -> float:
+        return self.ledger.layers + self._decision_seconds + self.costs.shadow(len(layers), num_positions)
+
+    def _decide(self, rows: list[Sequence], is_other: bool) -> None:
         """Choose how layers draft, and draft lengths by match length."""
-        before, identities, count = self.decision, [row.identity for row in rows], len(rows)
-        is_other = identities != self._rows
+        count, before = len(rows), self.decision.exit_layer
         round_costs = self._costs_of(count, self.costs.context_of(self._context_lengths))
-        round_costs.correct_lookups(self._correction.ratio(BY_LOOKUP, count))
-        if self._layers:
-            self.decision = decide(
-                before, round_costs, self._drafters.now(self._has_processors), self._layers, self._evidence(count)
-            )
-        else:
-            self.decision = Decision(count / round_costs.plain_seconds)
+        plain = round_costs.plain_seconds
+        self.ledger = self.ledger._replace(plain_seconds=plain)
+        round_costs.most_seconds = plain + self.ledger.most
+        if self._layers and (is_other or self._is_evidence_new):
+            self._is_evidence_new = False
+            drafters = self._drafters.now(self._has_processors)
+            right, share = self.tracker.estimates()
+            evidence = Evidence(right, share, self.tracker.lasting.sum((0, 2)), self._agreement.ratios())
+            self.decision = decide(self.decision, round_costs, drafters, self._layers, evidence)
+        elif self.decision.exit_layer is None:
+            self.decision = self.decision._replace(usual=count / plain)
         self._lookups = self._table(rows, round_costs) if self._looks_up else None
-        self._rows = identities  # last, so that an interrupted decision is made again
-        round_seconds = self.decision.rounds[min(MOST, round(self.decision.length))] or round_costs.plain_seconds
-        exit_layer = self.decision.exit_layer
-        is_known = exit_layer is None or self.tracker.num_lasting(exit_layer) >= MIN_PICKS
-        self._schedule.decided(round_seconds, is_other, is_known)
-        kind = BY_LOOKUP if exit_layer is None else kind_of(exit_layer, self.decision.drafter.draft_bits)
-        apart = self._schedule.rounds_apart(max(1.0, self.decision.speedup))
-        if (exit_layer is not None or self._lookups is not None) and self._correction.wants_plain(kind, apart):
-            self._schedule.compare()
+        self._rows = [row.identity for row in rows]  # last, so that an interrupted decision is made again
+        self._set_prices(round_costs)
+        faster = could_pay(round_costs, self._layers, self.decision.usual) if self._layers else ()
+        if self.costs.recorded is not None and faster:
+            faster = tuple(self._layers)  # always the same, so that few recordings of parts are made for probes
+        self._probed = tuple([layer for layer in faster if layer != self.decision.exit_layer])
+        if before != self.decision.exit_layer:
+            self._probe_interval = PROBE_EVERY[0]
+        self._interval = FIRST if is_other else min(2 * self._interval, MOST_ROUNDS)
+        self._rounds_left = max(self._interval, math.ceil(self._decision_seconds / (DECISION_SHARE * plain)))
+        self._has_decided = True
 
-    def _evidence(self, num_rows: int) -> Evidence:
-        right, share = self.tracker.estimates()
-        time_ratios = self._correction.ratio(BY_EXIT, num_rows), self._correction.ratio(BY_COPIES, num_rows)
-        margin = 1.0 if self._agreement.is_known else MARGIN
-        agreement, seen = self._agreement.ratios(), self.tracker.lasting.sum((0, 2))
-        forecast = self._layer_forecasts.ratio
-        return Evidence(right, share, seen, agreement, forecast, time_ratios, margin)
+    def _set_prices(self, round_costs: RoundCosts) -> None:
+        """Set what rounds by the current decision lose if nothing is accepted."""
+        plain, decision, price = round_costs.plain_seconds, self.decision, 0.0
+        if decision.exit_layer is not None:
+            affordable = sum([seconds <= round_costs.most_seconds for seconds in decision.rounds[1:]])
+            decision = self.decision = decision._replace(most=max(1, min(decision.most, affordable)))
+            price = decision.rounds[min(decision.most, self._most)] - plain
+        prices = (0.0,) if self._lookups is None else tuple((round_costs.lookups() - plain).tolist())
+        self.ledger = self.ledger._replace(lookups=prices, layers=price)
 
     def _table(self, rows: list[Sequence], round_costs: RoundCosts) -> LookupTable | None:
         rates = []
@@ -206,75 +243,64 @@ class Adaptive(Policy):
                 self._ngrams.take(row.lookup.take_tally(), row.seq_id)
             rates.append(self._ngrams.rates(row.seq_id))
         self._ngrams.keep_rows([row.seq_id for row in rows])
-        return table(rates, round_costs, self.decision.usual, self._lookup_forecasts.ratio, self._most_found)
+        return table(rates, round_costs, self.decision.usual, self._most_found)
 
     def _costs_of(self, num_rows: int, context: float) -> RoundCosts:
-        step = int(context) // CONTEXT_STEP
-        if self._round_costs is None or self._round_costs_for[0] != num_rows:
-            self._round_costs, self._round_costs_for = (
-                RoundCosts(self.costs, num_rows, copies=self._has_copies, most=self._most),
-                (num_rows, -1),
-            )
-        if self._round_costs_for[1] != step:
+        step, times = int(context) // CONTEXT_STEP, self._all_times.of(num_rows, context)
+        if self._round_costs is None or self._round_costs_for is None or self._round_costs_for[0] != num_rows:
+            self._round_costs = RoundCosts(self.costs, num_rows, copies=self._has_copies, most=self._most)
+            self._round_costs_for = None
+        if self._round_costs_for != (num_rows, step, times):
             self._round_costs.move((step + 0.5) * CONTEXT_STEP)
-            self._round_costs_for = num_rows, step
+            self._round_costs.times, self._round_costs_for = times, (num_rows, step, times)
         return self._round_costs
 
     # ------------------------------------------------------------------------------------------------------- learning
 
     def observe(self, plan: Plan, rounds: list[RoundOutput]) -> None:
-        rows = {identity[0]: line for line, identity in enumerate(self._rows)}
-        for round_ in rounds:
-            self._round += 1
-            self._observe(plan, round_, rows)
+        own = sum([round_.seconds.control for round_ in rounds])
+        for at, round_ in enumerate(rounds):
+            self._observe(plan, round_, is_first=at == 0 and len(rounds) > 1)
+        if self._has_decided:
+            self._decision_seconds += (SMOOTHING if self._decision_seconds else 1.0) * (own - self._decision_seconds)
+        if plan.shadow is not None:
+            self._rounds_left = 0  # decide with the new statistics
 
-    def _observe(self, plan: Plan, round_: RoundOutput, lines: dict[int, int]) -> None:
-        """Count one round; `lines` maps sequence ids to rows of the lookup table."""
+    def _observe(self, plan: Plan, round_: RoundOutput, is_first: bool) -> None:
+        """Count one round. is_first: of several that ran in one call, of which the first takes longer."""
         outcomes, seconds, exit_layer = round_.rows, round_.seconds, round_.exit_layer
-        count = max(1, len(outcomes))
+        count, took = max(1, len(outcomes)), seconds.decoding
         emitted = sum([outcome.num_emitted for outcome in outcomes]) / count
+        times = self._all_times.of(count, self.costs.context_of(self._context_lengths))
         self._clock.tokens += emitted
         self.tracker.pass_time(emitted)
-        if exit_layer == LOOKUP and plan.lookups is not None:
-            gains = [
-                plan.lookups.gains[lines[o.seq_id]][lookup_bin(o.match_length, o.source)]
-                for o in outcomes
-                if o.match_length
-            ]
-            self._lookup_forecasts.add(emitted, 1 + sum(gains) / count)
-        elif exit_layer:
-            self._observe_draft(plan, exit_layer, outcomes, emitted)
+        self._rounds_left -= 1
+        self._probe_in -= 1
+        self._since_plain += 1
+        num_drafted = sum([outcome.num_drafted for outcome in outcomes])
+        if exit_layer is None:
+            self._since_plain = 0
+            if not is_first or times.plain_seconds is None:
+                times.add_plain(took)
+        elif exit_layer == LOOKUP:
+            times.add_lookup(num_drafted, took)
+        else:
+            self._observe_draft(plan, exit_layer, outcomes)
+            self._is_evidence_new = True
+            times.add_draft((plan.draft_vocab, plan.draft_bits), exit_layer, round(num_drafted / count), took)
         for outcome in outcomes:
             if outcome.shadow is not None:
                 self.tracker.add_shadow(outcome.shadow)
+                self._is_evidence_new = True
             if outcome.source != OWN_TEXT:  # whose tally counts every token, drafted or not
                 drafted, right = outcome.num_drafted, outcome.num_accepted
                 self._ngrams.add(outcome.match_length, drafted, right, outcome.seq_id, outcome.source)
-        is_compared, is_probe = self._schedule.block > 0, any(o.shadow is not None for o in outcomes)
-        forwards = seconds.draft + seconds.verify + seconds.head
-        # Where rounds are recorded, a probe takes a plain round's time, too; else it is part of a drafted round.
-        probing = seconds.shadow + (0.0 if self.costs.recorded is None else forwards)
-        self._schedule.pass_round(forwards, probing if is_probe else None)
-        self._correction.pass_round()
-        if is_compared or (not is_probe and self._round % TIMING_INTERVAL == 0):
-            self._compare_with_costs(plan, round_)
+        ledger = self.ledger._replace(plain_seconds=times.plain_seconds or took).after(round_)
+        self.ledger = ledger._replace(balance=ledger.balance - seconds.shadow)
         self._context_lengths = [held + round(emitted) for held in self._context_lengths]
 
-    def _compare_with_costs(self, plan: Plan, round_: RoundOutput) -> None:
-        outcomes, seconds, exit_layer = round_.rows, round_.seconds, round_.exit_layer
-        drafted = [o.num_drafted for o in outcomes]
-        context, share = self.costs.context_of(self._context_lengths), self._drafters.share(plan.draft_vocab)
-        copies = plan.draft_bits is not None
-        expected = self.costs.stages(exit_layer, drafted, context, share, copies)
-        took = seconds.draft + seconds.verify + seconds.head + seconds.pick
-        kind = kind_of(exit_layer, plan.draft_bits)
-        self._correction.add(kind, len(outcomes), sum(expected.values()) - expected["rest"], took)
-
-    def _observe_draft(self, plan: Plan, exit_layer: int, outcomes: list[RowRound], emitted: float) -> None:
+    def _observe_draft(self, plan: Plan, exit_layer: int, outcomes: list[RowRound]) -> None:
         """Count the judged tokens of drafts by layers or copies."""
-        rounds, longest = self.decision.rounds, max([outcome.num_drafted for outcome in outcomes])
-        if plan.draft_bits is None or self._agreement.is_known:
-            self._layer_forecasts.add(emitted, self.decision.tokens * rounds[min(len(rounds) - 1, longest)])
         judged = []
         for outcome in outcomes:
             # A target token outside the draft vocabulary is counted in the vocabulary's coverage, not as a miss.
@@ -290,16 +316,3 @@ class Adaptive(Policy):
                 return
         for right, confidences in judged:
             self.tracker.add_draft(exit_layer, right, confidences)
-
-
-def _identity_of(costs: Costs) -> list[float]:
-    """Numbers that identify a cost table."""
-    last = costs.num_layers
-    return [
-        last,
-        costs.plain(1),
-        costs.late[1](4),
-        costs.head(1),
-        costs.pick(1),
-        costs.early_pass(max(1, last // 4), 1),
-    ]

@@ -83,28 +83,25 @@ class NgramStats:
 
 
 def table(
-    rates: Sequence[Sequence[float]], costs: RoundCosts, usual: float, forecast_ratio: float, most: int = MOST_FOUND
+    rates: Sequence[Sequence[float]], costs: RoundCosts, usual: float, most: int = MOST_FOUND
 ) -> LookupTable | None:
     """Draft lengths of all rows; None where no draft is expected to be faster than decoding without lookup.
 
     Args:
         rates: per row and `lookup_bin`, the probability that the token after a match is the one that the text has.
         usual: tokens per second of all rows without lookup.
-        forecast_ratio: emitted over forecast tokens of earlier drafts by lookup.
         most: maximum draft length of a row.
     """
-    most = min(most, costs.longest)
+    count, seconds = len(rates), costs.lookups()
+    most = min(most, costs.longest, costs.most_found)
     if most < 1:
         return None
-    count, seconds = len(rates), np.array(costs.lookups())
-    needs = usual * seconds / forecast_ratio - count
+    needs = usual * seconds - count
     if not (needs < np.arange(len(needs))).any():
         return None  # slower even if every draft were accepted
     chances = np.cumprod(np.array(rates)[:, _BINS], 2)  # [rows, bins, MOST_FOUND]: all tokens so far are accepted
-    per_second = usual / forecast_ratio
-    lengths, gains = (
-        _single(chances, seconds, needs, most) if count == 1 else _shared(chances, seconds, per_second, most)
-    )
+    shared = min(most, min(MOST_PACKED, costs.most_found) // count)
+    lengths, gains = _single(chances, seconds, needs, most) if count == 1 else _shared(chances, seconds, usual, shared)
     if not lengths.any():
         return None
     return LookupTable(tuple(map(tuple, lengths.tolist())), tuple(map(tuple, gains.tolist())), tuple(needs.tolist()))
@@ -128,6 +125,6 @@ def _shared(chances: Floats, seconds: Floats, usual: float, most: int) -> tuple[
     count = len(chances)
     typical = min(TYPICAL * count, len(seconds) - 1)
     each = usual * (seconds[typical] - seconds[1]) / max(1, typical - 1)
-    chances = chances[:, :, : min(most, MOST_PACKED // count)]
+    chances = chances[:, :, :most]
     kept = chances >= max(LEAST_CHANCE, each)
     return kept.sum(2), (chances * kept).sum(2)

@@ -12,6 +12,7 @@ import numpy as np
 from selfspec.core import LOOKUP, UNBOUNDED_ROUNDS, Plan, RoundOutput, Sequence, ShadowPicks
 
 if TYPE_CHECKING:
+    from selfspec.control.ledger import Ledger
     from selfspec.model.draft_vocabulary import Frequencies
 
 CONFIDENCE_EDGES = (0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.97, 0.985, 0.995)
@@ -122,7 +123,11 @@ class LookupTable(NamedTuple):
     """By drafted tokens of all rows: the expected accepted tokens that a round needs. The last entry covers more."""
 
     def drafted(
-        self, matches: abc.Sequence[int], capacities: abc.Sequence[int], sources: abc.Sequence[int] | None = None
+        self,
+        matches: abc.Sequence[int],
+        capacities: abc.Sequence[int],
+        sources: abc.Sequence[int] | None = None,
+        ledger: Ledger | None = None,
     ) -> tuple[int, ...] | None:
         """The number of tokens that each row drafts; None where no row drafts by lookup.
 
@@ -130,8 +135,9 @@ class LookupTable(NamedTuple):
             matches: match length per row.
             capacities: maximum draft length per row.
             sources: of the match, per row; default: the row's own text.
+            ledger: what the drafts may lose; None: no limit.
         """
-        drafted, gain = [], 0.0
+        drafted, gain = list[int](), 0.0
         sources = (OWN_TEXT,) * len(matches) if sources is None else sources
         rows = zip(self.lengths, self.gains, matches, capacities, sources, strict=True)
         for lengths, gains, match, capacity, source in rows:
@@ -139,6 +145,10 @@ class LookupTable(NamedTuple):
             if length > 0:
                 gain += gains[at]
             drafted.append(max(0, length))
+        if ledger is not None and sum(drafted):
+            whole = sum(drafted)
+            drafted = ledger.cut(drafted)
+            gain *= sum(drafted) / whole
         total = sum(drafted)
         return tuple(drafted) if total and gain >= self.needs[min(total, len(self.needs) - 1)] else None
 

@@ -2,8 +2,7 @@
 
     expected(drafter, exit layer) = max over stop rules of  rows * (1 + E[accepted tokens]) / E[seconds of the round]
 
-`RoundCosts.rates` computes the fraction. It is divided by the ratio of measured to predicted time of such rounds, and
-multiplied by the ratio of emitted to forecast tokens. Where the best value is below plain decoding, nothing is drafted.
+`RoundCosts.rates` computes the fraction. Where the best value is below plain decoding, nothing is drafted.
 """
 
 from __future__ import annotations
@@ -15,15 +14,12 @@ from typing import NamedTuple
 import numpy as np
 
 from selfspec.control.acceptance import Floats
+from selfspec.control.ledger import Ledger
 from selfspec.control.plan import LookupTable, ShadowPlan, SurvivalStop
 from selfspec.control.round_costs import BY_LAYERS, MOST, Drafter, RoundCosts, each_of, one_more
 from selfspec.core import Plan
 
-HANDICAP = 1.05  # expected speedup from which on drafting starts (cf. arXiv 2406.14066)
-CONTINUE = 0.97  # expected speedup below which drafting ends; drafts give better estimates than shadow picks
-SWITCH_MARGIN = 0.02  # relative gain that a change of the exit layer needs, for a batch of one row
 RECORD_MARGIN = 0.05  # relative gain that a change of exit layer or draft length needs where rounds are recorded
-MARGIN = 1.1  # relative gain that drafts by copies need over drafts by layers, until their agreement is measured
 # The prior of the best exit layer. In models trained with early exits it is near a quarter of the depth. The expected
 # rate of a layer without observations is raised by EXIT_PRIOR there, by less at a distance in log depth; after
 # EXIT_PRIOR_WEIGHT observations of the layer, half of it is left.
@@ -39,32 +35,35 @@ class Evidence(NamedTuple):
     share: Floats  # share of the picks in each bin
     seen: Floats  # lasting observations
     agreement: Floats  # acceptance of copies relative to the layers
-    forecast_ratio: float  # emitted over forecast tokens of drafts by layers
-    time_ratios: tuple[float, float]  # measured over predicted time of drafts by layers and by copies, see `Correction`
-    margin: float = 1.0  # relative gain that drafts by copies need over drafts by layers
 
 
 class Decision(NamedTuple):
     """How layers draft, or that none does."""
 
-    usual: float = 0.0  # expected tokens per second of all rows, corrected
+    usual: float = 0.0  # expected tokens per second of all rows
     speedup: float = 1.0  # the best draft's expected speedup over plain rounds, also where nothing is drafted
     exit_layer: int | None = None
     drafter: Drafter = BY_LAYERS
     length: float = 0.0  # expected drafted tokens per row
-    tokens: float = 0.0  # expected tokens per row and second, not corrected
     rounds: Sequence[float] = (0.0,) * (MOST + 1)  # seconds of a round by drafted tokens per row
     stop: SurvivalStop | None = None
     most: int = MOST  # maximum draft length
 
     def plan(
-        self, num_rows: int, num_rounds: int, most: int, lookups: LookupTable | None, shadow: ShadowPlan | None
+        self,
+        num_rows: int,
+        num_rounds: int,
+        most: int,
+        lookups: LookupTable | None,
+        shadow: ShadowPlan | None,
+        ledger: Ledger,
     ) -> Plan:
         """The plan of `num_rounds` rounds by this decision; `most` limits the draft length of every row."""
         return Plan(
             self.exit_layer,
             (0 if self.exit_layer is None else min(most, self.most),) * num_rows,
             lookups=lookups,
+            ledger=ledger,
             num_rounds=num_rounds,
             stop=self.stop,
             keep_confidence=self.exit_layer is not None,
@@ -89,14 +88,13 @@ def decide(
     coverages = np.array([[drafter.coverage] for drafter in drafters]).repeat(len(evidence.right), 1)
     coverages[[drafter.by_copies for drafter in drafters]] *= evidence.agreement
     rates, drafted = costs.rates(evidence.right, evidence.share, coverages)  # [drafters, L - 1, stops], [L - 1, stops]
-    time_ratios = np.array([[evidence.time_ratios[drafter.by_copies]] for drafter in drafters])
-    expected = np.maximum.reduce(rates, 2) / time_ratios
-    margin = SWITCH_MARGIN / costs.num_rows if costs.stops_early else RECORD_MARGIN
+    expected = np.maximum.reduce(rates, 2)
+    margin = 0.0 if costs.stops_early else RECORD_MARGIN
     at, exit_layer = _choose(now, margin, costs.num_rows, drafters, layers, expected, evidence)
     line, plain = exit_layer - 1, costs.num_rows / costs.plain_seconds
-    corrected = evidence.forecast_ratio * float(expected[at, line])
-    if corrected < (HANDICAP if now.exit_layer is None else CONTINUE) * plain:
-        return Decision(plain, corrected / plain)
+    best = float(expected[at, line])
+    if best <= plain:
+        return Decision(plain, best / plain)
     stop = int(rates[at, line].argmax())
     if not costs.stops_early and (now.exit_layer, now.drafter.key) == (exit_layer, drafters[at].key):
         before = now.most - 1
@@ -105,7 +103,7 @@ def decide(
     rate, length = float(rates[at, line, stop]), float(drafted[line, stop])
     right = tuple((evidence.right[line] * coverages[at, line]).tolist())
     drafting = _drafting(exit_layer, drafters[at], rate, length, right, costs, evidence)
-    return drafting._replace(usual=corrected, speedup=corrected / plain)
+    return drafting._replace(usual=best, speedup=best / plain)
 
 
 def _choose(
@@ -121,13 +119,11 @@ def _choose(
     weighted = expected * (1 + _exit_prior(evidence.seen) / num_rows)  # larger batches soon have observations
     weighted[:, [e - 1 for e in range(1, weighted.shape[1] + 1) if e not in layers]] = 0
     for line, drafter in zip(weighted, drafters, strict=True):
-        if drafter.by_copies:
-            line /= evidence.margin
         if drafter.deepest is not None:
             line[drafter.deepest :] = 0
     at, line = divmod(int(weighted.argmax()), weighted.shape[1])
     present = [i for i, drafter in enumerate(drafters) if drafter.key == now.drafter.key]
-    if now.exit_layer is not None and present:
+    if margin and now.exit_layer is not None and present:
         before = present[0], now.exit_layer - 1
         if weighted[at, line] < (1 + margin) * weighted[before]:
             return present[0], now.exit_layer
@@ -158,9 +154,7 @@ def _drafting(
     tokens by the rate of the round. Where stopping early saves no time, there is no such rule.
     """
     line, rounds, rows = exit_layer - 1, costs.rounds(exit_layer, drafter), costs.num_rows
-    decision = Decision(
-        exit_layer=exit_layer, drafter=drafter, length=length, tokens=rate / rows, rounds=rounds, most=round(length)
-    )
+    decision = Decision(exit_layer=exit_layer, drafter=drafter, length=length, rounds=rounds, most=round(length))
     if not costs.stops_early:
         return decision
     acceptance = sum([chance * often for chance, often in zip(right, evidence.share[line].tolist(), strict=True)])
@@ -174,7 +168,7 @@ def _drafting(
     )
 
 
-def could_pay(costs: RoundCosts, layers: Sequence[int], speedup: float, time_ratio: float) -> tuple[int, ...]:
-    """The exit layers that would reach `speedup` with an acceptance rate of 1. Only these are worth a probe."""
-    least, limits = time_ratio * speedup * costs.num_rows / costs.plain_seconds, costs.limits()
-    return tuple([layer for layer in layers if limits[layer - 1] >= least])
+def could_pay(costs: RoundCosts, layers: Sequence[int], rate: float) -> tuple[int, ...]:
+    """The exit layers with more than `rate` tokens per second at an acceptance rate of 1. Others are not probed."""
+    limits = costs.limits()
+    return tuple([layer for layer in layers if limits[layer - 1] > rate])

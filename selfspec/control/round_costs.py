@@ -1,4 +1,4 @@
-"""`RoundCosts`: predicted seconds of all candidate rounds as arrays, and their expected tokens per second.
+"""`RoundCosts`: seconds of all candidate rounds, measured or calibrated, and their expected tokens per second.
 
 `Drafters` lists the drafters to choose from: the layers; 4-bit copies of them (`selfspec.executors.cpu.packed`); and,
 where the head takes longer than a layer, each of these over the most frequent tokens only (FR-Spec, arXiv 2502.14856).
@@ -16,6 +16,7 @@ import numpy as np
 
 from selfspec.control.acceptance import Floats
 from selfspec.control.costs import CONTEXT, LOOKUP_SECONDS, Costs
+from selfspec.control.times import Times
 
 if TYPE_CHECKING:
     from selfspec.model.draft_vocabulary import Frequencies
@@ -29,7 +30,6 @@ MOST_PACKED = 256  # tokens drafted by lookup in a round, at most: their logits 
 LOOKUP_GRID = (0, 1, 2, 3, 4, 5, 7, 11, 17, 31, 63)  # drafted tokens per row at which lookup costs are computed
 VOCAB_DIVISORS = (8, 4)  # sizes of draft vocabularies: the vocabulary's over these
 LEAST_VOCAB = 4096  # smallest draft vocabulary
-NOTICEABLE = 0.01  # relative change below which a time ratio is not updated
 _LENGTHS, _CAPS = np.arange(1.0, MOST + 1), np.array(CAPS, np.float64)
 
 
@@ -106,12 +106,22 @@ class RoundCosts:
     Args:
         copies: whether 4-bit copies may draft, if their costs are known.
         most: maximum draft length of early layers in recorded rounds.
+        times: what rounds took; None: all times are calibrated ones.
+
+    Attributes:
+        most_seconds: rounds that take longer are not chosen.
     """
 
     def __init__(
-        self, costs: Costs, num_rows: int, context: float = CONTEXT, copies: bool = True, most: int = MOST
+        self,
+        costs: Costs,
+        num_rows: int,
+        context: float = CONTEXT,
+        copies: bool = True,
+        most: int = MOST,
+        times: Times | None = None,
     ) -> None:
-        self.num_rows, self._costs = num_rows, costs
+        self.num_rows, self._costs, self.times, self.most_seconds = num_rows, costs, times, math.inf
         recorded = costs.recorded_length(num_rows)
         self.stops_early = recorded is None
         """Whether a draft that stops early takes less time."""
@@ -122,7 +132,6 @@ class RoundCosts:
             self._is_allowed &= np.isin(_LENGTHS, [length for length in RECORDED_LENGTHS if length <= most])
         self.drafters: Sequence[Drafter] = Drafters(costs, copies=copies).now()
         """The drafters to choose from."""
-        self._lookup_ratio = 1.0
         self.move(context)
 
     def move(self, context: float) -> None:
@@ -133,14 +142,15 @@ class RoundCosts:
         self._more = costs.reading(rows, context)
         self._further = costs.reading(rows, context, 2) - self._more
         plain = costs.cached(("plain", rows), lambda: costs.plain_round(rows))
-        self.plain_seconds = plain + costs.num_layers * self._more
-        self._rounds: dict[tuple[float, bool], Floats] = {}  # by drafter
-        self._lookups: list[float] | None = None
+        self._calibrated_plain = plain + costs.num_layers * self._more
+        self._rounds: dict[tuple[float, bool], Floats] = {}  # by drafter, relative to plain rounds
+        self._found: Floats | None = None  # the same of rounds by lookup
 
-    def correct_lookups(self, ratio: float) -> None:
-        """Set the ratio of measured to predicted time of rounds by lookup."""
-        if abs(ratio / self._lookup_ratio - 1) >= NOTICEABLE:
-            self._lookup_ratio, self._lookups = ratio, None
+    @property
+    def plain_seconds(self) -> float:
+        """Seconds of a plain round."""
+        measured = None if self.times is None else self.times.plain_seconds
+        return self._calibrated_plain if measured is None else measured
 
     def rates(self, right: Floats, share: Floats, coverages: Floats) -> tuple[Floats, Floats]:
         """Tokens per second of all rows, `[drafters, L - 1, stops]`, and drafted tokens per row, `[L - 1, stops]`.
@@ -157,8 +167,10 @@ class RoundCosts:
         if self.num_rows > 1 or not self.stops_early:
             acceptance = np.add.reduce(drafted_right, 2, keepdims=True)
             kept = 1 + np.add.accumulate(acceptance**_LENGTHS, 2)
-            kept *= self._is_allowed
-            return self.num_rows * kept / np.array(seconds)[:, :, 1:], np.tile(_LENGTHS, (len(share), 1))
+            kept = kept * self._is_allowed / np.array(seconds)[:, :, 1:]
+            return self.num_rows * self._affordable(kept, np.array(seconds)[:, :, 1:]), np.tile(
+                _LENGTHS, (len(share), 1)
+            )
         # P(confidence above the bound), P(above and accepted) for each drafter: [1 + drafters, L - 1, bins]
         likely = np.concatenate((share[None], drafted_right))
         above = np.minimum(np.add.accumulate(likely[:, :, ::-1], 2)[:, :, ::-1], 1 - 1e-6)
@@ -170,7 +182,19 @@ class RoundCosts:
         for line, of_drafter in zip(rounds, seconds, strict=True):
             below, beyond = of_drafter.take(at), of_drafter.take(at + 1)
             line[:] = below + (drafted - low) * (beyond - below)
-        return (1 + above[1:, :, :1] * kept) / rounds, drafted
+        capped = np.array(seconds)[:, :, list(CAPS)]  # a draft may go on to its maximum
+        found = (1 + above[1:, :, :1] * kept) / rounds
+        return self._affordable(found.reshape(*found.shape[:2], -1, len(CAPS)), capped[:, :, None]).reshape(
+            found.shape
+        ), drafted
+
+    def _affordable(self, rates: Floats, seconds: Floats) -> Floats:
+        return rates if self.most_seconds == math.inf else np.where(seconds <= self.most_seconds, rates, 0.0)
+
+    @property
+    def most_found(self) -> int:
+        """The most tokens that all rows together may draft by lookup: their round takes no more than `most_seconds`."""
+        return int(np.count_nonzero(self.lookups() <= self.most_seconds)) - 1
 
     def limits(self) -> Floats:
         """Upper bounds of the tokens per second of all rows, `[L - 1]`: with an acceptance rate of 1."""
@@ -185,13 +209,14 @@ class RoundCosts:
         seconds: list[float] = self._seconds(drafter)[exit_layer - 1].tolist()
         return seconds
 
-    def lookups(self) -> list[float]:
+    def lookups(self) -> Floats:
         """Seconds of rounds by lookup in which all rows together draft 0, 1, 2, .. tokens."""
-        if self._lookups is None:
+        if self._found is None:
             drafted, seconds = self._costs.cached(("lookups", self.num_rows), self._lookup_rounds)
             reading = self._costs.num_layers * (self._more + self._further * drafted)
-            self._lookups = [self.plain_seconds, *(self._lookup_ratio * (seconds + reading)).tolist()]
-        return self._lookups
+            self._found = (seconds + reading) / self._calibrated_plain
+        relative = self._found if self.times is None else self.times.lookups(self._found)
+        return self.plain_seconds * np.concatenate(((1.0,), relative))
 
     def _seconds(self, drafter: Drafter) -> Floats:
         """Seconds of rounds, `[L - 1, MOST + 1]`, by exit layer and drafted tokens per row."""
@@ -199,8 +224,9 @@ class RoundCosts:
         if key not in self._rounds:
             terms = self._costs.cached(("rounds", self.num_rows, key[1]), lambda: self._terms(drafter.by_copies))
             factors = np.array((1.0, drafter.share, self._more, self._further))
-            self._rounds[key] = np.tensordot(factors, terms, 1)
-        return self._rounds[key]
+            self._rounds[key] = np.tensordot(factors, terms, 1) / self._calibrated_plain
+        known = self._rounds[key]
+        return self.plain_seconds * (known if self.times is None else self.times.drafts(drafter.key, known))
 
     def _terms(self, copies: bool) -> Floats:
         """The terms of `_seconds`, `[4, L - 1, MOST + 1]`, by exit layer and drafted tokens per row.

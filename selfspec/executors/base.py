@@ -77,9 +77,11 @@ class Executor:
         begin = clock.now()
         for _ in range(plan.num_rounds):
             draft = next_draft(rows, plan)
-            yield self.round(rows, draft)
+            yield (made := self.round(rows, draft))
             if draft.plan.shadow is not None or any(row.is_finished for row in rows):
                 return
+            if plan.ledger is not None:
+                plan = replace(plan, ledger=plan.ledger.after(made))
             if clock.now() - begin >= deadline:
                 return
 
@@ -90,7 +92,7 @@ def next_draft(rows: list[Sequence], plan: Plan) -> RoundDraft:
     given: list[Draft] | None = None
     if table is not None:
         lookups = [row.lookup for row in rows]
-        lengths = table.drafted([own.match for own in lookups], most, [own.source for own in lookups])
+        lengths = table.drafted([own.match for own in lookups], most, [own.source for own in lookups], plan.ledger)
         if lengths is not None:
             given = [own.draft(length) for own, length in zip(lookups, lengths, strict=True)]
     if any(row.grammar is not None for row in rows):
@@ -106,7 +108,7 @@ def next_draft(rows: list[Sequence], plan: Plan) -> RoundDraft:
 
 def next_exit(rows: list[Sequence], plan: Plan) -> int | None:
     """The layer that drafts in rounds without lookup; None if no layer drafts or no row may emit a drafted token."""
-    if not plan.exit_layer:
+    if not plan.exit_layer or (plan.ledger is not None and plan.ledger.layers > plan.ledger.balance):
         return None
     has_room = any(length and row.num_remaining > 1 for length, row in zip(plan.draft_lengths, rows, strict=True))
     return plan.exit_layer if has_room or not any(plan.draft_lengths) else None

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from selfspec.control.ledger import SHARE, Ledger
 from selfspec.executors.cpu.body import FEW, CompiledBody
 from selfspec.executors.cpu.grammars import ProgramGrammars
 from selfspec.executors.cpu.packed import Packed, PackedExitHead
@@ -54,6 +55,7 @@ class ProgramLimits(NamedTuple):
     others: Sequence[tuple[int, int]] = ()  # source and address of the other texts that all rows look in
     table: Table | None = None  # draft lengths by lookup; needs `indices`
     most_forced: Sequence[int] = ()  # per row: maximum number of tokens drafted that its grammar forces; empty: none
+    ledger: Ledger | None = None  # what drafts may lose; None: no limit
 
     @property
     def max_given_draft(self) -> int:
@@ -128,6 +130,7 @@ class Buffers:
         self._stop_rule: StopRule | None = None
         self._stop_arrays: Any = None
         self._table: tuple[Table | None, Sequence[Any]] = None, ()
+        self._prices: tuple[Sequence[float] | None, Any] = None, None
         self._ends: tuple[Sequence[Sequence[int]], Any, Any] = [], None, None
         self._exit_head: PackedExitHead | None = None
         self._indices = (ctypes.c_void_p * count)()
@@ -233,6 +236,7 @@ class Buffers:
         if limits.most_forced:
             self._most_forced[:] = limits.most_forced
             program.most_forced = ctypes.addressof(self._most_forced)
+        self._set_ledger(limits.ledger)
         if limits.ends != self._ends[0] or self._ends[1] is None:
             flat = [token for own in limits.ends for token in own]
             offsets = [0, *accumulate(map(len, limits.ends))]
@@ -254,6 +258,17 @@ class Buffers:
             self._table = table, arrays
         program.lengths, program.gains, program.needs = map(ctypes.addressof, self._table[1])
         program.num_needs = len(table[2])
+
+    def _set_ledger(self, ledger: Ledger | None) -> None:
+        program = self._program
+        if ledger is None:
+            program.balance, program.layers_price, program.prices = 0.0, 0.0, None
+            return
+        if ledger.lookups is not self._prices[0]:
+            self._prices = ledger.lookups, doubles(ledger.lookups)
+        program.balance, program.share, program.most_balance = ledger.balance, SHARE, ledger.most
+        program.plain_seconds, program.layers_price = ledger.plain_seconds, ledger.layers
+        program.prices, program.num_prices = ctypes.addressof(self._prices[1]), len(ledger.lookups)
 
     def read_results(self, drafter: Drafter | None, logprobs: LogprobBuffers | None = None) -> list[RoundResult]:
         """The results of all rounds that ran."""

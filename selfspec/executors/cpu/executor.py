@@ -176,7 +176,7 @@ class CpuExecutor(Executor):
         if plan.exit_layer and next_exit(rows, plan) is None:
             plan = replace(plan, exit_layer=None)
         ends = [sorted(row.stopper.ends) for row in rows]
-        limits = ProgramLimits(min(plan.num_rounds, max_rounds(len(rows))), deadline, ends)
+        limits = ProgramLimits(min(plan.num_rounds, max_rounds(len(rows))), deadline, ends, ledger=plan.ledger)
         if any(forced := [most_forced(row, plan.most_forced) for row in rows]):
             limits = limits._replace(most_forced=forced)
         if texts:

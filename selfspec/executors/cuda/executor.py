@@ -53,6 +53,7 @@ class CudaExecutor(Executor):
             yield from super().run(rows, plan, deadline)
             return
         begin, num_left, latest = seconds.now(), min(plan.num_rounds, rounds.max_rounds) - 1, 0.0
+        ledger = plan.ledger
         rounds.launch()
         while rounds.num_in_flight:
             start = seconds.now()
@@ -62,9 +63,12 @@ class CudaExecutor(Executor):
             outputs = [_row_round(*pair) for pair in zip(rows, rounds.take(), strict=True)]
             latest = seconds.now() - start
             seconds.lap("verify")
-            yield _output(draft, outputs, seconds)
+            yield (made := _output(draft, outputs, seconds))
             if all(row.is_finished for row in rows):
                 return
+            ledger = ledger and ledger.after(made)
+            if ledger is not None and made.exit_layer is not None and ledger.layers > ledger.balance:
+                num_left = 0
             seconds = self.new_seconds()
 
     def round(self, rows: list[Sequence], draft: RoundDraft) -> RoundOutput:

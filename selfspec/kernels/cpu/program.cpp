@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <new>
+#include <numeric>
 #include <optional>
 #include <vector>
 
@@ -14,6 +15,10 @@
 struct Program {
     int64_t rounds;               // maximum
     double seconds;               // no further round begins later
+    // What drafts may lose, see `selfspec.control.ledger.Ledger`. prices: [num_prices]
+    double balance, share, most_balance, plain_seconds, layers_price;
+    const double* prices;
+    int64_t num_prices;
     int64_t* capacities;          // [num_rows]: tokens that each row may still draft; updated
     const int64_t *ends, *stops;  // tokens that end a row, row after row; [num_rows + 1] their offsets
     void* const* indices;         // [num_rows] indices of the rows, see `lookup.cpp`; null: no lookup
@@ -68,8 +73,14 @@ class Run {
             if (drafts[r]) gain += p.gains[at];
             total += drafts[r];
         }
+        if (p.prices && total) {
+            int64_t whole = total;
+            gain *= double(total = cut(total)) / double(whole);
+        }
         return total && gain >= p.needs[std::min(total, p.num_needs - 1)];
     }
+
+    bool layers_draft() const { return exit_layer && p.layers_price <= p.balance; }
 
     // Write the draft of a row that no layer makes, from texts or by its grammar, and return its number of tokens.
     int64_t write_draft(int64_t r, bool is_found) {
@@ -93,7 +104,7 @@ class Run {
         bool is_found = p.indices && look_up();
         int64_t total = 0;
         for (int64_t r = 0; r < d.num_rows; r++) total += v.counts[r] = write_draft(r, is_found);
-        p.given[p.done] = total || !exit_layer;
+        p.given[p.done] = total || !layers_draft();
     }
 
     // Set up the histories of rows with penalties.
@@ -111,6 +122,27 @@ class Run {
         places.assign(vocab, -1);
         for (int64_t i = 0; i < d.vocab; i++) places[d.names[i]] = int32_t(i);
         d.places = places.data();
+    }
+
+    // Cut drafts by lookup to the longest that the balance covers. Returns the number of their tokens.
+    int64_t cut(int64_t total) {
+        while (total && p.prices[std::min(total, p.num_prices - 1)] > p.balance) {
+            int64_t longest = *std::max_element(drafts.begin(), drafts.end()) - 1;
+            total = 0;
+            for (int64_t& length : drafts) total += length = std::min(length, longest);
+        }
+        return total;
+    }
+
+    // Enter a round into the ledger.
+    void charge(double seconds) {
+        int64_t rows = d.num_rows;
+        double gained = 0;
+        if (std::any_of(v.counts, v.counts + rows, [](int64_t drafted) { return drafted != 0; })) {
+            int64_t emitted = std::accumulate(v.num_emitted, v.num_emitted + rows, int64_t(0));
+            gained = p.plain_seconds * double(emitted) / double(rows) - seconds;
+        }
+        p.balance = std::min(p.balance + p.share * seconds + gained, p.most_balance);
     }
 
     // Advance the rows to the next round. Returns whether there may be one.
@@ -158,16 +190,19 @@ class Run {
     }
 
     int64_t run(const Model* m) {
-        double begin = now();
+        double begin = now(), start = begin;
         for (p.done = 0;; advance()) {
             if (p.indices || p.most_forced)
                 choose();
             else if (p.done)
-                p.given[p.done] = !exit_layer;
+                p.given[p.done] = !layers_draft();
             v.exit_layer = p.given[p.done] ? 0 : exit_layer;
             if (selfspec_round(m, &d, &v)) return 1;
             bool goes_on = move();
-            if (++p.done >= p.rounds || !goes_on || now() - begin >= p.seconds) return 0;
+            double end = now();
+            if (p.prices) charge(end - start);
+            start = end;
+            if (++p.done >= p.rounds || !goes_on || end - begin >= p.seconds) return 0;
         }
     }
 };

@@ -1,0 +1,51 @@
+"""`Ledger`: what drafting may still lose, against plain decoding of the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from selfspec.core import RoundOutput
+
+SHARE = 0.0085
+"""The share of decoding time that drafting may lose. Decisions take up to .003 of it in addition."""
+SECONDS, ROUNDS = 1.0, 64
+"""A window: so many seconds, or so many plain rounds where these take longer."""
+
+
+class Ledger(NamedTuple):
+    """A balance in seconds, and the prices of rounds: what they lose if no drafted token is accepted.
+
+    Decoding pays in `SHARE` of its time. A round that drafts pays in what plain decoding takes for its tokens and takes
+    out its own time. The balance is at most `most`, so that one good minute does not pay for a bad one. A round is run
+    only if the balance covers its price.
+
+    So over T seconds, at least a window, the loss is at most SHARE * T + `most` <= 2 * SHARE * T, whatever is accepted,
+    and in addition what rounds took beyond their expected time. Compiled programs have the same rules (`program.cpp`).
+    """
+
+    balance: float
+    plain_seconds: float  # of a plain round of the rows
+    lookups: tuple[float, ...] = (0.0,)  # prices of rounds by lookup, by drafted tokens of all rows; the last: of more
+    layers: float = 0.0  # price of a round that layers draft
+
+    @property
+    def most(self) -> float:
+        """The largest balance."""
+        return SHARE * max(SECONDS, ROUNDS * self.plain_seconds)
+
+    def cut(self, drafted: Sequence[int]) -> list[int]:
+        """Drafted tokens per row, cut to the longest drafts by lookup that the balance covers."""
+        cut, last = [*drafted], len(self.lookups) - 1
+        while (total := sum(cut)) and self.lookups[min(total, last)] > self.balance:
+            longest = max(cut) - 1
+            cut = [min(length, longest) for length in cut]
+        return cut
+
+    def after(self, round_: RoundOutput) -> Ledger:
+        """The ledger after a round."""
+        took, rows, gained = round_.seconds.decoding, round_.rows, 0.0
+        if round_.exit_layer is not None and rows:
+            gained = sum([len(row.token_ids) for row in rows]) / len(rows) * self.plain_seconds - took
+        return self._replace(balance=min(self.balance + SHARE * max(0.0, took) + gained, self.most))
