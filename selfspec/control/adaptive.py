@@ -39,10 +39,11 @@ if TYPE_CHECKING:
 MIN_PICKS = 12.0  # lasting observations from which on a layer's acceptance counts as measured
 CONTEXT_STEP = 64  # growth of the rows in tokens after which round costs are computed again
 SEED_SHARE = 0.01  # largest time for probing a prompt, as a share of the row's plain decoding
-FIRST, MOST_ROUNDS = 8, 256  # rounds between decisions: after the first one; the number doubles up to the most
+UNKNOWN_ROUNDS = 4  # rounds between decisions while the layer that drafts has few observations
+FIRST, MOST_ROUNDS = 16, 256  # rounds between decisions: after the first one; the number doubles up to the most
 DECISION_SHARE = 0.003  # largest share of the time for decisions
 PLAIN_ROUNDS, PLAIN_EVERY = 4, 512  # plain rounds that are measured at once, and rounds with drafts between them
-PROBE_EVERY = 8, 128  # rounds between probes of layers: at first; the number doubles up to the most
+PROBE_EVERY = 16, 128  # rounds between probes of layers: at first; the number doubles up to the most
 PROBED_TOKENS, PROBED_ROWS = 20, 4  # probed positions per row, and rows per probe, at most
 SMOOTHING = 0.2  # of the moving average of a decision's seconds
 
@@ -187,7 +188,8 @@ class Adaptive(Policy):
         each, most = math.ceil(tokens), min(num_rows, PROBED_ROWS)
         count = next((n for n in range(most, 0, -1) if self._probe_price(layers, n * each) <= self.ledger.balance), 0)
         if not count:
-            self._probe_in = PROBE_EVERY[0]
+            short = self._probe_price(layers, each) - self.ledger.balance
+            self._probe_in = max(PROBE_EVERY[0], math.ceil(short / (SHARE * self.ledger.plain_seconds)))
             return None
         picked = tuple(sorted((self._next_row + i) % num_rows for i in range(count)))
         self._next_row = (self._next_row + count) % num_rows
@@ -204,13 +206,17 @@ class Adaptive(Policy):
         round_costs = self._costs_of(count, self.costs.context_of(self._context_lengths))
         plain = round_costs.plain_seconds
         self.ledger = self.ledger._replace(plain_seconds=plain)
-        round_costs.most_seconds = plain + self.ledger.most
+        round_costs.most_seconds = plain + max(self.ledger.balance, self.ledger.most / 2)
         if self._layers and (is_other or self._is_evidence_new):
             self._is_evidence_new = False
-            drafters = self._drafters.now(self._has_processors)
             right, share = self.tracker.estimates()
             evidence = Evidence(right, share, self.tracker.lasting.sum((0, 2)), self._agreement.ratios())
-            self.decision = decide(self.decision, round_costs, drafters, self._layers, evidence)
+            drafters, now = self._drafters, self.decision
+            for measured in (False, True):
+                among = drafters.now(self._has_processors, measured)
+                self.decision = decide(now, round_costs, among, self._layers, evidence)
+                if self.decision.drafter.draft_vocab is None:
+                    break
         elif self.decision.exit_layer is None:
             self.decision = self.decision._replace(usual=count / plain)
         self._lookups = self._table(rows, round_costs) if self._looks_up else None
@@ -223,7 +229,11 @@ class Adaptive(Policy):
         if before != self.decision.exit_layer:
             self._probe_interval = PROBE_EVERY[0]
         self._interval = FIRST if is_other else min(2 * self._interval, MOST_ROUNDS)
-        self._rounds_left = max(self._interval, math.ceil(self._decision_seconds / (DECISION_SHARE * plain)))
+        exit_layer = self.decision.exit_layer
+        if exit_layer is not None and self.tracker.num_lasting(exit_layer) < MIN_PICKS:
+            self._rounds_left = UNKNOWN_ROUNDS
+        else:
+            self._rounds_left = max(self._interval, math.ceil(self._decision_seconds / (DECISION_SHARE * plain)))
         self._has_decided = True
 
     def _set_prices(self, round_costs: RoundCosts) -> None:
@@ -295,7 +305,7 @@ class Adaptive(Policy):
             if outcome.source != OWN_TEXT:  # whose tally counts every token, drafted or not
                 drafted, right = outcome.num_drafted, outcome.num_accepted
                 self._ngrams.add(outcome.match_length, drafted, right, outcome.seq_id, outcome.source)
-        ledger = self.ledger._replace(plain_seconds=times.plain_seconds or took).after(round_)
+        ledger = self.ledger._replace(plain_seconds=times.plain_seconds or self.ledger.plain_seconds).after(round_)
         self.ledger = ledger._replace(balance=ledger.balance - seconds.shadow)
         self._context_lengths = [held + round(emitted) for held in self._context_lengths]
 

@@ -46,6 +46,7 @@ class Ledger(NamedTuple):
     def after(self, round_: RoundOutput) -> Ledger:
         """The ledger after a round."""
         took, rows, gained = round_.seconds.decoding, round_.rows, 0.0
+        took = took if took > 0 else 0.0  # also of a clock that runs backwards
         if round_.exit_layer is not None and rows:
             gained = sum([len(row.token_ids) for row in rows]) / len(rows) * self.plain_seconds - took
-        return self._replace(balance=min(self.balance + SHARE * max(0.0, took) + gained, self.most))
+        return self._replace(balance=min(self.balance + SHARE * took + gained, self.most))

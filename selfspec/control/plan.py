@@ -145,10 +145,10 @@ class LookupTable(NamedTuple):
             if length > 0:
                 gain += gains[at]
             drafted.append(max(0, length))
-        if ledger is not None and sum(drafted):
-            whole = sum(drafted)
-            drafted = ledger.cut(drafted)
-            gain *= sum(drafted) / whole
+        if ledger is not None and any(drafted):
+            cut = ledger.cut(drafted)
+            gain *= sum(cut) / sum(drafted)
+            drafted = cut
         total = sum(drafted)
         return tuple(drafted) if total and gain >= self.needs[min(total, len(self.needs) - 1)] else None
 

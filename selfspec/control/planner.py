@@ -25,6 +25,7 @@ RECORD_MARGIN = 0.05  # relative gain that a change of exit layer or draft lengt
 # EXIT_PRIOR_WEIGHT observations of the layer, half of it is left.
 EXIT_PRIOR, EXIT_PRIOR_WIDTH, EXIT_PRIOR_WEIGHT = 0.3, 0.5, 24.0
 MIN_LENGTH_SHARE = 0.75  # a stop rule must let drafts of average acceptance reach this share of the expected length
+MIN_SEEN = 12.0  # observations of a layer from which on its copy may draft
 UNKNOWN = 4  # maximum draft length of a layer with fewer observations; of other layers, the number of observations
 
 
@@ -119,6 +120,8 @@ def _choose(
     weighted = expected * (1 + _exit_prior(evidence.seen) / num_rows)  # larger batches soon have observations
     weighted[:, [e - 1 for e in range(1, weighted.shape[1] + 1) if e not in layers]] = 0
     for line, drafter in zip(weighted, drafters, strict=True):
+        if drafter.by_copies:  # whether a wrong token is the copy's fault shows only where the layer is known
+            line[evidence.seen < MIN_SEEN] = 0
         if drafter.deepest is not None:
             line[drafter.deepest :] = 0
     at, line = divmod(int(weighted.argmax()), weighted.shape[1])

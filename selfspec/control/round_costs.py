@@ -66,13 +66,18 @@ class Drafters:
             self._over_all.append(copies_of(costs.num_layers))
         self._with_dear_heads = [drafter for drafter in self._over_all if _has_dear_head(costs, drafter)]
 
-    def now(self, only_layers: bool = False) -> list[Drafter]:
-        """The drafters to choose from, with current coverages; `only_layers`: only the layers, whole vocabulary."""
+    def now(self, only_layers: bool = False, measured: bool = True) -> list[Drafter]:
+        """The drafters to choose from.
+
+        Args:
+            only_layers: only the layers, over the whole vocabulary.
+            measured: with the coverages of draft vocabularies, whose ranking takes milliseconds; else these are 1.
+        """
         if only_layers or self._vocabulary is None:
             return [BY_LAYERS] if only_layers else [*self._over_all]
-        sizes = [self._vocabulary.vocab_size // divisor for divisor in VOCAB_DIVISORS]
-        vocabs = [(size, self.share(size), self._vocabulary.coverage(size)) for size in sizes if size >= LEAST_VOCAB]
-        dear = self._with_dear_heads
+        text, dear = self._vocabulary, self._with_dear_heads
+        sizes = [size for size in (text.vocab_size // divisor for divisor in VOCAB_DIVISORS) if size >= LEAST_VOCAB]
+        vocabs = [(size, self.share(size), text.coverage(size) if measured else 1.0) for size in sizes if dear]
         return [*self._over_all, *[Drafter(*vocab, one.draft_bits, one.deepest) for vocab in vocabs for one in dear]]
 
     def share(self, size: int | None) -> float:

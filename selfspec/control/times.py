@@ -1,7 +1,8 @@
 """`Times`: seconds that rounds of one batch size and range of context lengths took, by what they drafted.
 
 Seconds of rounds that draft are kept relative to plain rounds of the same minute, so that a machine that becomes slower
-for all rounds changes no choice. A measured mean replaces a calibrated one as readings come in.
+for all rounds changes no choice. A measured mean replaces a calibrated one as readings come in. Rounds that have not
+run are calibrated times, in proportion to the measured times of rounds like them.
 """
 
 from __future__ import annotations
@@ -76,17 +77,30 @@ class Times:
         """Relative seconds of rounds by lookup in which all rows draft 1, 2, .. tokens; `calibrated`: the same."""
         ratios, readings = self._lookups.now()
         bins = _BINS[: len(calibrated)]
-        return np.asarray((ratios[bins] + CALIBRATED * calibrated) / (readings[bins] + CALIBRATED))
+        typical = calibrated[np.minimum(_FIRST, len(calibrated) - 1)]
+        usual = calibrated * _factor(ratios, readings * typical)
+        return np.asarray((ratios[bins] + CALIBRATED * usual) / (readings[bins] + CALIBRATED))
 
     def drafts(self, drafter: Hashable, calibrated: Floats) -> Floats:
         """Relative seconds of rounds that layers draft, `[exit layers, draft lengths]`; `calibrated`: the same."""
         if drafter not in self._exits:
             return calibrated
         ratios, readings = self._exits[drafter].now()
-        return np.asarray((ratios + CALIBRATED * calibrated) / (readings + CALIBRATED))
+        expected = readings * calibrated
+        of_layer = _factor(ratios.sum(1), expected.sum(1), _factor(ratios, expected))
+        usual = calibrated * of_layer[:, None]
+        return np.asarray((ratios + CALIBRATED * usual) / (readings + CALIBRATED))
+
+
+def _factor(ratios: Floats, expected: Floats, usual: Floats | float | None = None) -> Floats:
+    """Measured over calibrated time of rounds like those that were not measured; with `usual`, of each entry."""
+    if usual is None:
+        return np.asarray((ratios.sum() + CALIBRATED) / (expected.sum() + CALIBRATED))
+    return np.asarray((ratios + CALIBRATED * usual) / (expected + CALIBRATED))
 
 
 _BINS = np.searchsorted(LOOKUP_EDGES, np.arange(1, 257), "right") - 1
+_FIRST = np.array(LOOKUP_EDGES) - 1
 
 
 class AllTimes:

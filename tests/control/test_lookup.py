@@ -23,7 +23,7 @@ from selfspec.control.plan import (
 )
 from selfspec.control.round_costs import LOOKUP_GRID, MOST_FOUND, MOST_PACKED, RoundCosts
 from selfspec.core import LOOKUP
-from tests.control.rounds import Match, Repetition, Tally, even_costs, play, sequence, with_dear_contexts
+from tests.control.rounds import Match, Repetition, Tally, even_costs, play, sequence, settled, with_dear_contexts
 
 # ---------------------------------------------------------------------------------------------------------- statistics
 
@@ -94,7 +94,7 @@ def test_what_came_of_a_draft_counts_by_the_match_before_each_token():
 def test_a_single_rows_length_is_that_of_most_tokens_per_second(rates, source, speedup, most):
     round_costs = RoundCosts(even_costs(), 1)
     usual, seconds = speedup / round_costs.plain_seconds, round_costs.lookups()
-    found = table([rates], round_costs, usual, 1.0, most)
+    found = table([rates], round_costs, usual, most)
     for match in SHORTEST:
         chances = np.cumprod([rates[lookup_bin(match + at, source)] for at in range(most)])
         kept = [1.0, *(1 + np.cumsum(np.where(chances < LEAST_CHANCE, 0, chances)))]
@@ -112,7 +112,7 @@ def test_a_single_rows_length_is_that_of_most_tokens_per_second(rates, source, s
 def test_rows_of_a_batch_draft_where_all_together_promise_more_than_is_usual(count, rate, seed):
     round_costs = RoundCosts(even_costs(rows=(1, 4, 8)), count)
     usual = count / round_costs.plain_seconds
-    found = table([[rate] * NUM_LOOKUP_BINS] * count, round_costs, usual, 1.0)
+    found = table([[rate] * NUM_LOOKUP_BINS] * count, round_costs, usual)
     matches = np.random.default_rng(seed).integers(0, 40, count).tolist()
     lengths = None if found is None else found.drafted(matches, [100] * count)
     if lengths is not None:
@@ -132,7 +132,7 @@ def test_rounds_by_lookup_take_what_the_table_says(rows, context):
     assert prices[0] == pytest.approx(costs.plain_round(rows, context))
     for drafted in LOOKUP_GRID[1:]:
         expected = costs.round(LOOKUP, [drafted] * rows, context)
-        assert prices[rows * drafted : rows * drafted + 1] in ([], [pytest.approx(expected)])
+        assert prices[rows * drafted : rows * drafted + 1].tolist() in ([], [pytest.approx(expected)])
 
 
 # ------------------------------------------------------------------------------------------------------------ adaptive
@@ -164,6 +164,7 @@ def test_matches_that_are_not_right_cost_next_to_nothing(drafters):
 @pytest.mark.parametrize(("matches", "capacities", "drafts"), [((12, 0), (99, 99), 0), ((12, 12), (99, 2), 2)])
 def test_of_two_rows_one_without_a_match_or_capacity_drafts_little_and_the_other_does(matches, capacities, drafts):
     policy = Adaptive(even_costs(), drafters=("lookup",))
-    plan = policy.plan([sequence(i, 100, 50, Match(match)) for i, match in enumerate(matches)])
+    rows = [sequence(i, 100, 50, Match(match)) for i, match in enumerate(matches)]
+    plan = settled(policy, *rows).plan(rows)
     drafted = table_of(plan).drafted(matches, capacities)
     assert drafted[0] > 5 and drafted[1] == drafts

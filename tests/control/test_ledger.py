@@ -1,0 +1,110 @@
+"""What drafting may lose: the ledger, and the bound that it gives whatever is accepted and whatever rounds take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from selfspec.control.adaptive import Adaptive
+from selfspec.control.ledger import ROUNDS, SECONDS, SHARE, Ledger
+from selfspec.core import LOOKUP, Plan, RoundOutput, StageSeconds
+from tests.control.rounds import Match, Tally, even_costs, play, row_round, sequence
+from tests.helpers import Always
+
+
+def entered(ledger, exit_layer, took, *emitted):
+    rows = [row_round(i, n - 1, n - 1) for i, n in enumerate(emitted)]
+    return ledger.after(RoundOutput(exit_layer, rows, StageSeconds(verify=took)))
+
+
+def test_a_round_that_drafts_pays_in_the_plain_time_of_its_tokens_and_every_round_a_share_of_its_own():
+    ledger = Ledger(0.001, plain_seconds=0.002)
+    assert entered(ledger, None, 0.002, 1).balance == pytest.approx(0.001 + SHARE * 0.002)
+    assert entered(ledger, 3, 0.005, 1).balance == pytest.approx(0.001 + SHARE * 0.005 - 0.003)
+    assert entered(ledger, LOOKUP, 0.003, 1, 4).balance == pytest.approx(0.001 + SHARE * 0.003 + 2.5 * 0.002 - 0.003)
+    assert entered(ledger, 3, 0.001, 100).balance == ledger.most == pytest.approx(SHARE * SECONDS)
+    assert Ledger(0.0, plain_seconds=1.0).most == pytest.approx(SHARE * ROUNDS)
+
+
+def test_drafts_by_lookup_are_cut_to_what_the_balance_covers():
+    ledger = Ledger(2.5, 1.0, lookups=(0.0, 1.0, 2.0, 3.0, 4.0))
+    assert ledger.cut([1, 0]) == [1, 0] and ledger.cut([9]) == [2] and ledger.cut([5, 1]) == [1, 1]
+    assert ledger._replace(balance=0.5).cut([3, 3]) == [0, 0]
+
+
+class Erratic(Match):
+    """Matches of random lengths that the row's text says are always right."""
+
+    def __init__(self, rng):
+        super().__init__()
+        self._rng = rng
+
+    @property
+    def match(self):
+        return int(self._rng.choice([0, 1, 2, 5, 20, 100]))
+
+    @match.setter
+    def match(self, value):
+        pass
+
+    def take_tally(self):
+        return Tally(30, (0, 10, 10, 10, *(0,) * 6), (0, 10, 10, 10, *(0,) * 6))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    dear=st.floats(0.6, 2.5),
+    slow=st.sampled_from([1.0, 8.0, 100.0]),
+    streak=st.integers(1, 60),
+    right=st.floats(0.0, 1.0),
+)
+def test_over_any_window_the_loss_is_at_most_a_fiftieth_whatever_is_accepted(seed, dear, slow, streak, right):
+    """In streaks of rounds all or no drafted tokens are right, and rounds that draft take `dear` times the table's."""
+    rng, costs = np.random.default_rng(seed), even_costs()
+    costs = replace(
+        costs,
+        plain=costs.plain.scaled(slow),
+        early={rows: table.scaled(slow) for rows, table in costs.early.items()},
+        late={rows: table.scaled(slow) for rows, table in costs.late.items()},
+    )
+    policy, taken, lost, beyond = Adaptive(costs), [], [], [0.0]
+    observe = policy.observe
+
+    def observed(plan, rounds):
+        ledger = plan.ledger
+        for round_ in rounds:
+            [row], took = round_.rows, round_.seconds.decoding + round_.seconds.shadow
+            taken.append(took)
+            lost.append(took - row.num_emitted * costs.plain_round(1))
+            if ledger is not None and round_.exit_layer is not None:
+                price = ledger.layers if round_.exit_layer else ledger.lookups[row.num_drafted]
+                beyond.append(took - price - ledger.plain_seconds)
+        observe(plan, rounds)
+
+    policy.observe = observed
+    outcomes = iter(np.repeat(rng.random(4000) < right, streak))
+    play(policy, costs, 3000, lambda plan, n: n * next(outcomes), lambda plan: dear, Erratic(rng))
+    time, loss = np.cumsum([0, *taken]), np.cumsum([0, *lost])
+    window = max(SECONDS, ROUNDS * costs.plain_round(1))
+    # Until a round was measured, it may take more than its price says.
+    allowed = 4 * max(0.0, *beyond) if dear > 1 else 1e-3
+    for start in range(0, len(taken), 7):
+        ends = np.flatnonzero(time[start:] - time[start] >= window) + start
+        if len(ends):
+            span = time[ends] - time[start]
+            assert (loss[ends] - loss[start] <= 0.02 * span + allowed).all()
+
+
+@pytest.mark.parametrize("balance", [0.0, 1.0])
+def test_executors_draft_only_what_the_ledger_covers(balance):
+    plan = Always(2, 3).plan([sequence()])
+    rows = [sequence(0, 50, 20)]
+    from selfspec.executors.base import next_draft
+
+    drafted = next_draft(rows, replace(plan, ledger=Ledger(balance, 1.0, layers=0.5))).plan
+    assert drafted.exit_layer == (2 if balance else None) and isinstance(drafted, Plan)
