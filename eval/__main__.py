@@ -4,7 +4,7 @@ run      decode a question file with several methods, one question at a time, an
 report   write a run folder's report again, or print one of Spec-Bench answer files
 quality  scores of lm-evaluation-harness tasks, decoded by selfspec
 replay   every policy on recorded outputs, without the model, compared with bounds
-live     adaptive, fixed settings and plain decoding by batch size
+guard    where the default policy is slower than plain decoding
 serve    policies under load: requests that arrive at a server, or at one in virtual time
 sizes    files of 1 to 8 billion random weights: load time, memory and speed beside llama.cpp
 structured  JSON by a schema and function calls: constrained and free, plain and drafted
@@ -28,7 +28,7 @@ COMMANDS = {  # the module of each command; its `main` takes the other arguments
     "report": "eval.report",
     "quality": "eval.quality",
     "replay": "eval.policies",
-    "live": "eval.live",
+    "guard": "eval.guard",
     "serve": "eval.serve",
     "sizes": "eval.sizes",
     "structured": "eval.structured",

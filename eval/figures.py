@@ -181,26 +181,3 @@ def plot_policies(found: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 def _value(row: Mapping[str, Any], column: str) -> float:
     return float(row["mean"] if column == "mean" else row["speedup"][column])
-
-
-def plot_live(tasks: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw live speedups by batch size, of adaptive and of the best fixed setting: a panel per task, 95 % intervals."""
-    with drawing((1.2 + 4.2 * len(tasks), 3.4), path) as canvas:
-        panels = canvas.subplots(1, len(tasks), squeeze=False, sharey=True)[0]
-        for task, axes in zip(tasks, panels, strict=True):
-            sizes = [batch["batch_size"] for batch in task["batches"]]
-            for name, colour, mark in ((DEFAULT_POLICY, ACCENT, "o"), ("best_fixed", MUTED, "s")):
-                live = [next(m for m in b["methods"] if m["method"] == b[name])["live"] for b in task["batches"]]
-                middle = [spread["median"] for spread in live]
-                errors = [[s["median"] - s["ci_low"] for s in live], [s["ci_high"] - s["median"] for s in live]]
-                style = {"color": colour, "markersize": 4, "capsize": 2, "elinewidth": 1}
-                axes.errorbar(sizes, middle, errors, fmt=mark + "-", label=name.replace("_", " "), **style)
-            axes.axhline(1, color=PLAIN, linestyle="--", linewidth=1.2, label="plain")
-            axes.set_title(task["name"], loc="left")
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(sizes, [str(size) for size in sizes])
-            axes.minorticks_off()
-            axes.set_xlabel("rows decoded together")
-        panels[0].set_ylim(bottom=0)
-        panels[0].set_ylabel("live speedup over plain decoding")
-        panels[0].legend(frameon=False)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from selfspec.control import round_costs
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs, Table
-from selfspec.core import SamplingParams, SpeculativeConfig
+from selfspec.core import SamplingParams, SpeculativeConfig, StageSeconds
 from selfspec.kernels.gumbel import NoiseAhead
 from selfspec.kernels.pick import Subset, best_of, scored, to_token_ids
 from selfspec.loading.target import Target
@@ -254,8 +254,16 @@ class Watched(Adaptive):
         super().__init__(replace(where_drafts_pay(), head=Table.of({1: 3.0, 9: 3.1})))
         self.seen = []
 
+    def plan(self, rows):
+        return replace(super().plan(rows), ledger=None)
+
     def observe(self, plan, rounds):
+        """As on a machine whose rounds take what the table says."""
         self.seen += [(plan, row) for round_ in rounds if round_.exit_layer for row in round_.rows]
+        for round_ in rounds:
+            share = self._drafters.share(plan.draft_vocab)
+            took = self.costs.stages(round_.exit_layer, [row.num_drafted for row in round_.rows], draft_share=share)
+            round_.seconds = StageSeconds(**took)
         super().observe(plan, rounds)
 
 

@@ -20,19 +20,10 @@ def rows():
     ]
 
 
-def tasks():
-    """Results of live timing for two tasks."""
-    spread = {"median": 1.5, "ci_low": 1.2, "ci_high": 1.6}
-    methods = [{"method": name, "live": spread} for name in ("adaptive", "fixed:1,2")]
-    named = {"adaptive": "adaptive", "best_fixed": "fixed:1,2", "methods": methods}
-    return [{"name": n, "batches": [{"batch_size": b, **named} for b in (1, 8)]} for n in ("code", "stories")]
-
-
 @pytest.mark.parametrize(
     ("plot", "given", "shown"),
     [
         (figures.plot_policies, rows(), {"plain", "fixed", "adaptive", "code", "stories", "mean", "1.67", *BOUNDS[1:]}),
-        (figures.plot_live, tasks(), {"code", "stories", "adaptive", "best fixed", "plain", "8"}),
     ],
 )
 def test_plots_are_small_and_reproducible_and_name_their_content(plot, given, shown, tmp_path):

@@ -1,0 +1,265 @@
+"""Where the default policy is slower than plain decoding: `python -m eval guard`.
+
+A cell is a model, a number of threads and of rows, a kind of text, a temperature, and whether the policy has decoded
+before: "cold" begins every time without statistics, "warm" goes on with those of the text before. A cell decodes
+batches of questions plainly and by the default policy in turns, each first every other time, until the 95 % interval of
+the ratio of their times is narrow enough. Times are of decoding, without reading the prompts. Cells that do not become
+narrow in time are undecided, which does not pass. Outputs are compared, too. A run that was stopped is resumed by the
+same command.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count, product
+from pathlib import Path
+from statistics import fmean, stdev
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+
+from eval import measurement
+from eval.config import config_of, parser_of
+from eval.figures import drawing, table
+from eval.models import decode, open_llm, with_policy
+from eval.questions import encode, read_questions
+from eval.records import append_line, read_lines, write_file
+from selfspec import LLM
+from selfspec.core import RoundOutput
+from train.configuration import as_plain, check, check_known, check_least, differences, flags_given, option
+
+COLD, WARM = "cold", "warm"
+FEWEST = 6  # pairs of a cell
+NORMAL = 1.96  # standard errors of half a 95 % interval
+NOT_RECORDED = ("output", "models", "threads", "rows", "texts", "temperatures", "starts", "seconds")
+COLUMNS = (
+    "model",
+    "threads",
+    "rows",
+    "text",
+    "temperature",
+    "start",
+    "ratio",
+    "interval",
+    "lowest",
+    "pairs",
+    "verdict",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GuardConfig:
+    """The configuration of `python -m eval guard`."""
+
+    models: tuple[str, ...] = option(("demo", "smollm2"), "Names of models, folders or GGUF files.")
+    threads: tuple[int, ...] = option((1, 2), "Numbers of threads.")
+    rows: tuple[int, ...] = option((1, 4, 16), "Rows decoded together.")
+    texts: tuple[str, ...] = option((), "NAME=FILE of questions; a NAME may occur once.")
+    temperatures: tuple[float, ...] = option((0.0, 0.8), "Temperatures.")
+    starts: tuple[str, ...] = option((COLD, WARM), "cold: without statistics of earlier texts; warm: with them.")
+    tokens: int = option(128, "Tokens per row; ends of text are ignored.")
+    half_width: float = option(0.02, "Half of the 95 % interval of a decided cell's ratio.")
+    least: float = option(0.98, "Least ratio of a cell that passes: plain decoding's time over the policy's.")
+    least_cold: float = option(0.97, "The same where the policy starts without statistics.")
+    seconds: float = option(60.0, "Seconds after which a cell begins no further pair.")
+    output: str = option("", "Run folder; empty: runs/ and the configuration's name.")
+
+    def __post_init__(self) -> None:
+        check_least(self, 1, "tokens")
+        check(self.half_width > 0, "half_width", "above 0", self.half_width)
+        for name in ("threads", "rows"):
+            check(bool(getattr(self, name)) and min(getattr(self, name)) >= 1, name, "numbers of at least 1", "less")
+        for name in self.starts:
+            check_known("start", name, (COLD, WARM))
+        check(bool(self.texts) and all("=" in text for text in self.texts), "texts", "NAME=FILE", list(self.texts))
+
+
+class Cell(NamedTuple):
+    """What is decoded, and how."""
+
+    model: str
+    threads: int
+    rows: int
+    text: str
+    temperature: float
+    start: str
+
+
+class Found(NamedTuple):
+    """The ratios of a cell: plain decoding's seconds over the policy's, pair by pair."""
+
+    ratios: list[float]
+    is_equal: bool  # whether the outputs were
+
+    @property
+    def interval(self) -> tuple[float, float, float]:
+        """Geometric mean and 95 % interval."""
+        logs = [math.log(ratio) for ratio in self.ratios]
+        half = NORMAL * stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.inf
+        return math.exp(fmean(logs)), math.exp(fmean(logs) - half), math.exp(fmean(logs) + half)
+
+    @property
+    def half_width(self) -> float:
+        mean, low, _ = self.interval
+        return mean - low
+
+    def verdict(self, least: float, half_width: float) -> str:
+        """`passes`, `fails` or `undecided`."""
+        mean, low, high = self.interval
+        if not self.is_equal or high < least:
+            return "fails"
+        if low >= least or (mean >= least and self.half_width <= half_width):
+            return "passes"
+        return "fails" if self.half_width <= half_width else "undecided"
+
+
+class Session:
+    """A run folder, and the cells that it does not hold yet.
+
+    Raises:
+        ValueError: the folder holds a run of another configuration.
+    """
+
+    def __init__(self, config: GuardConfig) -> None:
+        self.config, self.folder, self._start = config, Path(config.output), perf_counter()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        record = self.folder / "config.yaml"
+        old = yaml.safe_load(record.read_text("utf-8")) if record.exists() else as_plain(config)
+        differ = differences(old, config, NOT_RECORDED)
+        check(not differ, "output", f"a folder of a run with the same {', '.join(differ)}", str(self.folder))
+        write_file(record, yaml.safe_dump(as_plain(config), sort_keys=False))
+        self.lines = read_lines(self.folder / "cells.jsonl", repair=True)
+
+    @property
+    def found(self) -> dict[Cell, Found]:
+        """The cells that were measured."""
+        known = {Cell(*[line[name] for name in Cell._fields]): line for line in self.lines}
+        return {cell: Found(line["ratios"], line["is_equal"]) for cell, line in known.items()}
+
+    def run(self) -> None:
+        """Measure what is missing, model by model."""
+        config, known = self.config, self.found
+        missing = [cell for cell in cells_of(config) if cell not in known]
+        begun, done = perf_counter(), 0
+        for model in config.models:
+            own = [cell for cell in missing if cell.model == model]
+            llm = open_llm(model) if own else None
+            for cell in own:
+                assert llm is not None
+                torch.set_num_threads(cell.threads)
+                left = (perf_counter() - begun) / done * (len(missing) - done) / 60 if done else math.nan
+                seconds = perf_counter() - self._start
+                print(f"[{seconds:5.0f} s] {' '.join(map(str, cell))}, {left:.0f} minutes left", file=sys.stderr)
+                self._keep(cell, measured(llm, cell, config))
+                done += 1
+
+    def _keep(self, cell: Cell, found: Found) -> None:
+        line = {**cell._asdict(), "ratios": [round(ratio, 4) for ratio in found.ratios], "is_equal": found.is_equal}
+        append_line(self.folder / "cells.jsonl", line)
+        self.lines.append(line)
+
+    def finish(self) -> tuple[str, bool]:
+        """Write the table and the plot; returns the table, and whether all cells pass."""
+        config, lines, means = self.config, [], []
+        for cell, found in sorted(self.found.items(), key=lambda item: item[1].interval[0]):
+            mean, low, high = found.interval
+            verdict = found.verdict(config.least_cold if cell.start == COLD else config.least, config.half_width)
+            figures = f"{mean:.3f}", f"{low:.3f}..{high:.3f}", f"{min(found.ratios):.2f}", str(len(found.ratios))
+            lines.append([*map(str, cell), *figures, verdict])
+            means.append((" ".join(map(str, cell)), mean, low, high))
+        machine = measurement.machine()
+        about = (
+            f"{machine['cpu']}, {machine['cpu_cores']} cores, torch {machine['torch']}, selfspec at "
+            f"{machine['commit']}: plain decoding's time over the default policy's, {config.tokens} tokens per row."
+        )
+        passed = sum(line[-1] == "passes" for line in lines)
+        text = f"{about}\n\n{passed} of {len(lines)} cells pass.\n\n{table(COLUMNS, lines)}\n"
+        write_file(self.folder / "guard.md", text)
+        _plot(means, self.folder / "guard.svg")
+        return text, passed == len(lines)
+
+
+def cells_of(config: GuardConfig) -> Iterator[Cell]:
+    """All cells of a configuration."""
+    texts = [text.partition("=")[0] for text in config.texts]
+    for model, threads, rows in product(config.models, config.threads, config.rows):
+        for text, temperature, start in product(texts, config.temperatures, config.starts):
+            yield Cell(model, threads, rows, text, temperature, start)
+
+
+def measured(llm: LLM, cell: Cell, config: GuardConfig) -> Found:
+    """Decode a cell's batches in turns."""
+    files = dict(text.partition("=")[::2] for text in config.texts)
+    prompts = encode(read_questions(files[cell.text]), llm.tokenizer)
+    plain = with_policy(llm, policy="plain", max_num_seqs=cell.rows)
+    kept = with_policy(llm, max_num_seqs=cell.rows)
+    found, begun = Found([], True), perf_counter()
+    for number in count():
+        batch = [prompts[(number * cell.rows + i) % len(prompts)] for i in range(cell.rows)]
+        policy = kept if cell.start == WARM else with_policy(llm, max_num_seqs=cell.rows)
+        if number == 0:  # not timed
+            decode(plain, batch, 8)
+            decode(policy, batch, 8)
+        pair = (plain, policy) if number % 2 else (policy, plain)
+        with measurement.no_garbage_collection():
+            done = {id(one): _decoded(one, batch, cell, config.tokens, number) for one in pair}
+        (seconds, wanted), (own, tokens) = done[id(plain)], done[id(policy)]
+        found = Found([*found.ratios, seconds / own], found.is_equal and tokens == wanted)
+        enough = number + 1 >= FEWEST and found.half_width <= config.half_width
+        if enough or perf_counter() - begun >= config.seconds:
+            return found
+    raise AssertionError("unreachable")
+
+
+def _decoded(
+    llm: LLM, batch: Sequence[Sequence[int]], cell: Cell, num_tokens: int, seed: int
+) -> tuple[float, list[list[int]]]:
+    """Seconds of decoding a batch, and its tokens."""
+    reading = 0.0
+
+    def on_round(round_: RoundOutput) -> None:
+        nonlocal reading
+        reading += round_.seconds.prefill
+
+    start = perf_counter()
+    done = decode(llm, batch, num_tokens, temperature=cell.temperature, seeds=seed, on_round=on_round)
+    return perf_counter() - start - reading, [one.token_ids for one in done]
+
+
+def _plot(means: Sequence[tuple[str, float, float, float]], path: Path) -> None:
+    """The ratios and intervals of all cells, the lowest first."""
+    if not means:
+        return
+    with drawing((8, 1 + 0.16 * len(means)), path) as figure:
+        axes = figure.add_subplot()
+        for place, (_, mean, low, high) in enumerate(means):
+            axes.plot([low, high], [place, place], color="0.6")
+            axes.plot([mean], [place], "o", color="C0", markersize=3)
+        axes.set_yticks(range(len(means)), [name for name, *_ in means], fontsize=5)
+        axes.axvline(1.0, color="0.3", linewidth=0.8)
+        axes.set_xlabel("plain decoding's time over the default policy's")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run or resume; returns the exit code: 1 where a cell does not pass.
+
+    Raises:
+        ValueError, OSError: an option or file cannot be used.
+    """
+    options = parser_of("guard", GuardConfig, __doc__).parse_args(arguments)
+    given: Mapping[str, Any] = flags_given(options)
+    session = Session(config_of(GuardConfig, options.config, given))
+    is_stopped = False
+    try:
+        session.run()
+    except KeyboardInterrupt:
+        is_stopped = True
+    text, passes = session.finish()
+    print(text, end="")
+    print(f"{'stopped; run the same command to resume: ' if is_stopped else ''}{session.folder}", file=sys.stderr)
+    return 130 if is_stopped else int(not passes)

@@ -1,0 +1,76 @@
+"""`python -m eval guard`: cells, verdicts, and a run that is resumed."""
+
+from __future__ import annotations
+
+import pytest
+
+from eval import guard
+from eval.__main__ import main
+from eval.config import FOLDER, config_of
+from eval.guard import Cell, Found, GuardConfig
+from eval.records import read_lines
+
+
+@pytest.mark.parametrize(
+    ("ratios", "is_equal", "verdict"),
+    [
+        ([1.2, 1.21, 1.19, 1.2], True, "passes"),
+        ([0.99, 0.991, 0.989, 0.99], True, "passes"),
+        ([0.9, 0.91, 0.9, 0.89], True, "fails"),
+        ([1.2, 1.21, 1.19, 1.2], False, "fails"),  # an output that differs
+        ([0.7, 1.3, 0.8, 1.2], True, "undecided"),
+        ([0.975, 0.985, 0.97, 0.98], True, "fails"),
+    ],
+)
+def test_a_cell_passes_where_its_interval_is_narrow_and_reaches_the_floor(ratios, is_equal, verdict):
+    assert Found(ratios, is_equal).verdict(0.98, 0.02) == verdict
+
+
+def test_the_shipped_configurations_name_files_that_exist(monkeypatch):
+    monkeypatch.chdir(FOLDER.parents[1])
+    for name in ("guard", "guard_quick"):
+        config = config_of(GuardConfig, FOLDER / f"{name}.yaml")
+        assert len({*guard.cells_of(config)}) == len([*guard.cells_of(config)]) > 10
+        for text in config.texts:
+            assert (FOLDER.parents[1] / text.partition("=")[2]).is_file()
+
+
+def test_a_run_prints_the_lowest_cells_first_and_is_resumed(tmp_path, capsys, monkeypatch):
+    ratios = iter([1.1, 0.9])
+    calls = []
+
+    def measured(llm, cell, config):
+        calls.append(cell)
+        ratio = next(ratios)
+        return Found([ratio, ratio * 1.001], True)
+
+    monkeypatch.setattr(guard, "measured", measured)
+    given = ["guard", "--models", "demo", "--threads", "1", "--rows", "1", "--temperatures", "0", "--starts", "warm"]
+    texts = ["--texts", *(f"{name}={FOLDER / 'prompts.jsonl'}" for name in ("code", "other"))]
+    more = ["--output", str(tmp_path)]
+    assert main([*given, *texts[:2], *more]) == 0
+    assert "1 of 1 cells pass" in capsys.readouterr().out
+    assert main([*given, "--texts", *texts[1:], *more]) == 1
+    out = capsys.readouterr().out
+    assert "1 of 2 cells pass" in out and out.index("other") < out.index("code")
+    assert (
+        [cell.text for cell in calls] == ["code", "other"] == [x["text"] for x in read_lines(tmp_path / "cells.jsonl")]
+    )
+    assert (tmp_path / "guard.svg").read_text().startswith("<?xml")
+    assert main([*given, *texts[:2], "--tokens", "7", *more]) == 2
+
+
+def test_a_cell_is_measured_in_turns_and_its_outputs_are_compared():
+    from eval.models import open_llm
+
+    file = str(FOLDER / "prompts.jsonl")
+    config = GuardConfig(models=("demo",), texts=(f"code={file}",), tokens=6, seconds=0.01)
+    for start in (guard.COLD, guard.WARM):
+        found = guard.measured(open_llm("demo"), Cell("demo", 1, 2, "code", 0.0, start), config)
+        assert found.is_equal and len(found.ratios) == 1 and found.ratios[0] > 0
+
+
+def test_wrong_options_are_refused(capsys):
+    assert main(["guard", "--texts", "code"]) == 2
+    assert "texts must be NAME=FILE" in capsys.readouterr().err
+    assert main(["guard", "--texts", "a=b", "--starts", "hot"]) == 2
