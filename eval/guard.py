@@ -24,7 +24,7 @@ import torch
 import yaml
 
 from eval import measurement
-from eval.config import config_of, parser_of
+from eval.config import FOLDER, config_of, parser_of
 from eval.figures import drawing, table
 from eval.models import decode, open_llm, with_policy
 from eval.questions import encode, read_questions
@@ -52,6 +52,10 @@ COLUMNS = (
 )
 
 
+FILES = {"free": "stories.jsonl", "repeating": "editing.jsonl", "code": "prompts.jsonl"}
+TEXTS = tuple(f"{name}={FOLDER / file}" for name, file in FILES.items())
+
+
 @dataclass(frozen=True, slots=True)
 class GuardConfig:
     """The configuration of `python -m eval guard`."""
@@ -59,7 +63,7 @@ class GuardConfig:
     models: tuple[str, ...] = option(("demo", "smollm2"), "Names of models, folders or GGUF files.")
     threads: tuple[int, ...] = option((1, 2), "Numbers of threads.")
     rows: tuple[int, ...] = option((1, 4, 16), "Rows decoded together.")
-    texts: tuple[str, ...] = option((), "NAME=FILE of questions; a NAME may occur once.")
+    texts: tuple[str, ...] = option(TEXTS, "NAME=FILE of questions.")
     temperatures: tuple[float, ...] = option((0.0, 0.8), "Temperatures.")
     starts: tuple[str, ...] = option((COLD, WARM), "cold: without statistics of earlier texts; warm: with them.")
     tokens: int = option(128, "Tokens per row; ends of text are ignored.")
