@@ -169,6 +169,8 @@ class SamplingParams:
         logits_processors: functions of the prefix, as transformers' are: `(token ids [1, length], logits [1, vocab])`
             to logits. They must be pure, since drafts ask them about prefixes that the output may not have.
         structured_outputs: what the output must look like; masks come after penalties and processors.
+        prediction: what much of the output is expected to be, such as a file that is to be edited: a text, or token
+            ids. Drafts by lookup are taken from it, too; the output is the same whatever it is.
         speculative: False: no token of this request is drafted. The output is the same.
         generation_config: its values win over those of the model's own, value by value; False: take nothing but
             end-of-text tokens from the model's.
@@ -199,6 +201,7 @@ class SamplingParams:
     n: int = 1
     logits_processors: abc.Sequence[LogitsProcessor] | LogitsProcessor | None = None
     structured_outputs: StructuredOutputs | None = None
+    prediction: str | abc.Sequence[int] | None = None
     speculative: bool = True
     generation_config: GenerationConfig | Literal[False] | None = None
 
@@ -224,6 +227,12 @@ class SamplingParams:
             whole("a token id of logit_bias", token, 0)
             if not (is_number(bias) and -MAX_BIAS <= bias <= MAX_BIAS):
                 raise ValueError(f"logit_bias must be numbers in [-{MAX_BIAS}, {MAX_BIAS}] by token id, {got(bias)}")
+        expected: Any = self.prediction
+        if not (expected is None or isinstance(expected, str)):
+            if not isinstance(expected, Collection):
+                raise ValueError(f"prediction must be a text or a list of token ids, {got(expected)}")
+            for token in expected:
+                whole("a token id of prediction", token, 0)
         texts: Any = self.stops
         for text in texts:
             if not isinstance(text, str) or not text:

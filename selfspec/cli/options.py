@@ -68,6 +68,7 @@ NO_OPTION = {
     "logit_bias",
     "logits_processors",
     "model",
+    "prediction",
     "prompt_logprobs",
     "speculative",
     "structured_outputs",

@@ -75,6 +75,8 @@ def check_request(request: Request, split: SplitModel, has_tokenizer: bool) -> N
     if request.params.stop and not has_tokenizer:
         raise ValueError("stop needs a tokenizer to turn tokens into text; load with tokenizer=...")
     limit, vocab = split.context_limit, split.vocab_size
+    if any(not isinstance(token, str) and token >= vocab for token in request.params.prediction or ()):
+        raise ValueError(f"prediction must hold token ids in 0..{vocab - 1}, the model's vocabulary")
     if any(token >= vocab for token in request.params.logit_bias or ()):
         raise ValueError(f"logit_bias must name token ids in 0..{vocab - 1}, the model's vocabulary")
     if not all(0 <= token < vocab for token in request.prompt_token_ids):

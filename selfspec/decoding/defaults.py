@@ -158,7 +158,17 @@ class GenerationDefaults:
             ValueError: a setting that is not served, with its name; a value out of range; a prompt that leaves no token
                 of `max_length`; stop strings without a tokenizer.
         """
-        return with_logit_rules(self._completed(request))
+        return with_logit_rules(self._completed(self._with_prediction(request)))
+
+    def _with_prediction(self, request: Request) -> Request:
+        """The request, its prediction in token ids."""
+        text = request.params.prediction
+        if not isinstance(text, str):
+            return request
+        if self.tokenizer is None:
+            raise ValueError("prediction is a text but there is no tokenizer; pass token ids")
+        ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return replace(request, params=replace(request.params, prediction=ids))
 
     def _completed(self, request: Request) -> Request:
         over = request.params.generation_config

@@ -14,7 +14,7 @@ from selfspec.decoding.checks import check_request
 from selfspec.decoding.outputs import SpecStats
 from selfspec.decoding.prefix_cache import PrefixCache, Reserved
 from selfspec.decoding.stopping import SequenceText, Stopper, TextRules
-from selfspec.drafting.lookup import RowLookup, Texts
+from selfspec.drafting.lookup import Prediction, RowLookup, Texts
 from selfspec.errors import CacheFullError
 from selfspec.model.kv_cache import PagedCache
 from selfspec.model.split_model import SplitModel
@@ -91,7 +91,7 @@ class Scheduler:
             Stopper(most, eos, text, params.stops, request.stopping_criteria, ends, grammar),
             grammar,
             stats=SpecStats(),
-            new_lookup=lambda token_ids: RowLookup(token_ids, self._texts),
+            new_lookup=lambda token_ids: RowLookup(token_ids, self._texts, Prediction.of(request)),
         )
 
     def admitted(self, most: int) -> Iterator[Sequence]:

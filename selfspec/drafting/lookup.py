@@ -6,14 +6,30 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from selfspec.control.plan import OWN_TEXT
-from selfspec.core import Draft
+from selfspec.core import Draft, Request
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.datastore import Match as CorpusMatch
 from selfspec.drafting.ngram_index import MOST_MATCHED, CompiledIndex, Index, Tally, new_index
 from selfspec.drafting.responses import Match, Responses
 
 Texts = Responses | Datastore  # where drafts by lookup may come from besides a sequence's own text
+PREDICTION_CONTEXT = 16  # the last tokens of a prompt, after which its prediction is expected to begin
 OWN_LEAD = 3  # a match in other texts must be longer than one in the row's own text by more than this
+
+
+class Prediction(NamedTuple):
+    """What a row's output is expected to be: the end of its prompt, and the tokens after it."""
+
+    token_ids: Sequence[int]
+    num_prompt_tokens: int  # at its begin
+
+    @classmethod
+    def of(cls, request: Request) -> Prediction | None:
+        """A request's, whose prediction is token ids; None: it has none."""
+        given = request.params.prediction
+        assert not isinstance(given, str)
+        end = request.prompt_token_ids[-PREDICTION_CONTEXT:]
+        return cls([*end, *given], len(end)) if given else None
 
 
 class TextLookup:
@@ -23,6 +39,7 @@ class TextLookup:
         content: the row's tokens, not copied; tokens may be appended.
         most: maximum match length, 1..255.
         make: makes the index.
+        prediction: a text in which matches are found, too.
     """
 
     def __init__(
@@ -30,9 +47,11 @@ class TextLookup:
         content: Sequence[int],
         most: int = MOST_MATCHED,
         make: Callable[[int, int], Index | CompiledIndex] = new_index,
+        prediction: Prediction | None = None,
     ) -> None:
-        self.most, self._make, self._content = most, make, content
-        self._index: Index | CompiledIndex | None = make(most, len(content))
+        self.most, self._make, self._content, self._prediction = most, make, content, prediction
+        self._start = 0 if prediction is None else len(prediction.token_ids) + 1  # of its own tokens in the index
+        self._index: Index | CompiledIndex | None = self._new()
         self._read = self._tallied = 0  # tokens in the index; of them, those of earlier tallies
         self._match, self._place = 0, -1  # of the last token in the index
 
@@ -68,19 +87,27 @@ class TextLookup:
         match = self.match
         if match == 0 or num_tokens < 1:
             return Draft([], match)
+        if self._start:
+            return Draft(self.index.draft(self._place, num_tokens), match)
         content, start = self._content, self._place + 1
         period = self._read - start
         if num_tokens <= period:
             return Draft(list(content[start : start + num_tokens]), match)
         return Draft([content[start + i % period] for i in range(num_tokens)], match)
 
+    def _new(self) -> Index | CompiledIndex:
+        made = self._make(self.most, len(self._content) + self._start)
+        if self._prediction is not None:
+            made.add_text(self._prediction.token_ids, self._prediction.num_prompt_tokens - 1)
+        return made
+
     def _catch_up(self) -> None:
         content, index = self._content, self._index
-        held = -1 if index is None else len(index)
+        held = -1 if index is None else len(index) - self._start
         self._index = None  # until it is complete again
         is_lost = not 0 <= held <= len(content)  # it has tokens of lost rounds, or there was too little memory
         if index is None or is_lost:
-            index, held = self._make(self.most, len(content)), 0
+            index, held = self._new(), 0
         index.extend(content[held:])
         if is_lost:
             index.take_counts()  # which were taken before
@@ -103,10 +130,13 @@ class RowLookup:
     Args:
         content: the row's tokens, not copied; tokens may be appended.
         others: the other texts. Rows that are decoded together have the same ones.
+        prediction: what the output is expected to be; it counts as the row's own text.
     """
 
-    def __init__(self, content: Sequence[int], others: Sequence[Texts] = ()) -> None:
-        self._content, self._others = content, others
+    def __init__(
+        self, content: Sequence[int], others: Sequence[Texts] = (), prediction: Prediction | None = None
+    ) -> None:
+        self._content, self._others, self._prediction = content, others, prediction
         self._own: TextLookup | None = None
         self._found: tuple[Any, Match | CorpusMatch] | None = None  # the best match in other texts, if it is used
         self._found_for = -1  # the content's length at that time
@@ -115,7 +145,7 @@ class RowLookup:
     def own(self) -> TextLookup:
         """The index over the row's own text, built at the first use."""
         if self._own is None:
-            self._own = TextLookup(self._content)
+            self._own = TextLookup(self._content, prediction=self._prediction)
         return self._own
 
     def compiled(self) -> CompiledTexts | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from time import time
 from typing import Any
@@ -16,6 +18,7 @@ from selfspec.serving.protocol import ChatRequest, CompletionRequest, Generation
 from selfspec.serving.refusal import Refusal
 from selfspec.serving.token_texts import TokenTexts
 
+RUN = 3  # tokens that have to be alike before a prediction is gone on with
 LEAST = -9999.0  # stands for log-probabilities that JSON has no number for
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 Logprobs = Sequence[dict[int, Logprob] | None]
@@ -180,6 +183,15 @@ class ChatWriter(Writer):
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     request: ChatRequest
 
+    def _usage(self) -> dict[str, Any]:
+        expected: Any = self.call.params.prediction
+        if not expected:
+            return super()._usage()
+        kept = sum(in_order(expected, choice.all_token_ids) for choice in self.call.choices)
+        rejected = len(expected) * len(self.call.choices) - kept
+        details = {"accepted_prediction_tokens": kept, "rejected_prediction_tokens": rejected, "reasoning_tokens": 0}
+        return super()._usage() | {"completion_tokens_details": details}
+
     def body(self) -> dict[str, Any]:
         return super().body() | self._prompt_logprobs(0)
 
@@ -203,6 +215,26 @@ class ChatWriter(Writer):
 
     def _token(self, token: int, own: Logprob) -> dict[str, Any]:
         return {"token": self._text(token), "logprob": finite(own.logprob), "bytes": [*self._adds(token)]}
+
+
+def in_order(expected: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many of the expected tokens stand in an output, in their order; where they differ, from the next three that
+    both have on."""
+    places = defaultdict[Sequence[int], list[int]](list)
+    for at in range(len(expected) - RUN + 1):
+        places[tuple(expected[at : at + RUN])].append(at)
+    count = at = i = 0
+    while i < len(tokens) and at < len(expected):
+        if tokens[i] == expected[at]:
+            count, at, i = count + 1, at + 1, i + 1
+            continue
+        found = places.get(tuple(tokens[i : i + RUN]), [])
+        next_one = bisect_left(found, at)
+        if next_one < len(found):
+            at = found[next_one]
+        else:
+            i += 1
+    return count
 
 
 def _begins_character(data: bytes) -> bool:

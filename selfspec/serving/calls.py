@@ -29,7 +29,7 @@ class Choice:
     stop_reason: int | str | None = None
     stats: SpecStats | None = None
     is_new: bool = False  # something came since it was last read
-    num_tokens: int = 0  # that came so far
+    all_token_ids: list[int] = field(default_factory=list)  # that came so far
     num_read: int = 0  # that were taken before
     first_at: float | None = None  # seconds of the monotonic clock, of the first token
     last_at: float | None = None  # of the last piece
@@ -42,13 +42,18 @@ class Choice:
             self.logprobs = (self.logprobs or []) + output.logprobs
         self.finish_reason, self.stop_reason, self.stats = output.finish_reason, output.stop_reason, output.stats
         self.is_new = True
-        self.num_tokens += len(output.token_ids)
+        self.all_token_ids += output.token_ids
         if output.token_ids:
             self.first_at, self.last_at = self.first_at or now, now
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that came so far."""
+        return len(self.all_token_ids)
+
     def take(self) -> Choice:
         """What came since the last time, as an object of its own."""
-        facts = self.finish_reason, self.stop_reason, self.stats, self.is_new, self.num_tokens, self.num_read
+        facts = self.finish_reason, self.stop_reason, self.stats, self.is_new, self.all_token_ids, self.num_read
         taken = Choice(self.index, self.text, self.token_ids, self.logprobs, *facts)
         self.num_read = self.num_tokens
         self.text, self.token_ids, self.logprobs, self.is_new = "", [], None, False

@@ -50,7 +50,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "moderation": (),
     "output_config": ({},),
-    "prediction": (),
     "previous_response_id": (),
     "response_format": ({"type": "text"},),
     "speed": ("standard",),

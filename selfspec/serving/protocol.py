@@ -175,6 +175,20 @@ class Message(Body):
         return {"role": ROLES.get(self.role, self.role), "content": content or "", **fields}
 
 
+class Prediction(Body):
+    """What much of the answer is expected to be: a text, or texts in parts."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[Part | str], Field(max_length=MOST_PARTS, fail_fast=True)]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(_text_of(part, f"prediction.content[{i}]") for i, part in enumerate(self.content))
+
+
 class ChatRequest(GenerationRequest):
     """Answer a conversation."""
 
@@ -187,6 +201,7 @@ class ChatRequest(GenerationRequest):
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    prediction: Prediction | None = None
     echo: Literal[False] | None = None
 
     @property

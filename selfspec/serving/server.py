@@ -192,7 +192,8 @@ class Server:
         self.dispatcher.refuse_too_many(1, asked.n or 1)
         prompt = await self.reader.chat(asked)
         length = self.reader.max_model_len - len(prompt) if asked.length is None else asked.length
-        return self._call(kind, asked, [prompt], length, False)
+        expected = await self.reader.prediction(asked)
+        return self._call(kind, asked, [prompt], length, False, prediction=expected or None)
 
     def _call(
         self,

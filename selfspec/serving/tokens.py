@@ -92,6 +92,16 @@ class Reader:
             raise Refusal(f"the chat template refuses this conversation ({reason})", param="messages") from problem
         return self._fitted(ids, request, "messages")
 
+    async def prediction(self, request: ChatRequest) -> list[int]:
+        """Token ids of what the answer is expected to be, as far as the context holds them."""
+        if request.prediction is None:
+            return []
+        text = request.prediction.text[: self.max_model_len * self._longest_token]
+        self._check_text(text, "prediction", True)
+        return (await self._away(len(text), lambda: self._ids(text, {"add_special_tokens": False})))[
+            : self.max_model_len
+        ]
+
     def text(self, prompt: Sequence[int], skips_special: bool = False) -> str:
         """Token ids as a text."""
         if self.tokenizer is None:

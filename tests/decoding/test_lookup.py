@@ -75,7 +75,7 @@ def test_processors_see_the_prefix_of_every_draft(monkeypatch):
 @pytest.mark.parametrize(("exit_layer", "count"), [(2, 0), (None, 0), (LOOKUP, 1)])
 def test_the_index_is_made_when_it_is_first_asked_for(exit_layer, count, monkeypatch):
     made = []
-    monkeypatch.setattr(lookup, "TextLookup", lambda content: made.append(content) or TextLookup(content))
+    monkeypatch.setattr(lookup, "TextLookup", lambda content, **more: made.append(content) or TextLookup(content))
     decode(tiny("llama"), echoes([9]), Always(exit_layer, 4), SamplingParams(max_tokens=8))
     assert len(made) == count
 

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from selfspec import SamplingParams
+from selfspec.serving.bodies import in_order
 from selfspec.serving.server import template_of
 from tests.serving.server import serving, speaker
 from tests.serving.test_protocol import events, refused
@@ -164,3 +165,23 @@ def test_a_chat_template_of_the_server_takes_the_place_of_the_models(tmp_path):
             assert told == wanted.outputs[0].text
     with pytest.raises(ValueError, match="chat_template must be a Jinja template or a file"):
         template_of("no")
+
+
+def test_a_prediction_changes_no_answer_and_its_tokens_are_counted(llm, served):
+    answer = served.chat(max_tokens=20, ignore_eos=True).json()
+    text = answer["choices"][0]["message"]["content"]
+    assert "completion_tokens_details" not in answer["usage"]
+    for given in (text, [{"type": "text", "text": text}], "something else"):
+        told = served.chat(max_tokens=20, ignore_eos=True, prediction={"type": "content", "content": given}).json()
+        assert told["choices"][0]["message"]["content"] == text
+        counts = told["usage"]["completion_tokens_details"]
+        expected = len(llm.tokenizer(text if given != "something else" else given)["input_ids"])
+        assert counts["accepted_prediction_tokens"] + counts["rejected_prediction_tokens"] == expected
+    refused(served.chat(prediction={"type": "x", "content": ""}), 400, "prediction", param="prediction")
+
+
+def test_tokens_of_a_prediction_are_counted_in_their_order():
+    expected = [1, 2, 3, 4, 5, 6, 7, 8]
+    assert in_order(expected, expected) == 8
+    assert in_order(expected, [1, 2, 9, 9, 4, 5, 6, 7, 8]) == 7
+    assert in_order(expected, [9, 9]) == in_order(expected, []) == in_order([], expected) == 0
