@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from selfspec.core import MAX_LOGPROBS, SamplingParams
 from selfspec.serving.fields import check_fields
 from selfspec.serving.refusal import Refusal, invalid
+from selfspec.serving.structured import NAMED, structured_outputs
 
 COMPLETION_TOKENS = 16  # of a completion whose client names no length, as OpenAI has it
 INT32 = (1 << 31) - 1
@@ -25,6 +26,7 @@ ROLES = {"developer": "system"}  # what other APIs call the roles that templates
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # and their field
 SHAPES = {  # of fields that may have several, of which pydantic would name the first
     "prompt": f"a text, a list of at most {MOST_PARTS} texts, a list of token ids, or a list of those",
+    "guided_json": "a JSON schema, an object or its text",
     "stop": f"a text, or a list of at most {MOST_STOPS} texts",
     "messages": f"a list of 1 to {MOST_PARTS} messages, each with a role and a text, or texts in parts, as content",
 }
@@ -69,6 +71,14 @@ class GenerationRequest(Body):
     frequency_penalty: float | None = None
     no_repeat_ngram_size: int | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MOST_BIASES)] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
+    grammar: str | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32)] | None = None
     truncation_side: Literal["left", "right"] | None = None
@@ -109,7 +119,13 @@ class GenerationRequest(Body):
         given = {one.name: getattr(self, one.name) for one in fields(SamplingParams) if one.name in known}
         settings = {name: value for name, value in given.items() if value not in (None, [])}  # these ask for nothing
         settings |= {"top_k": top_k, "seed": seed, "max_tokens": max_tokens, "logit_bias": self._bias()}
+        settings |= {"structured_outputs": structured_outputs(self.shapes)}
         return SamplingParams(**settings | {"logprobs": self.num_likely} | more)
+
+    @property
+    def shapes(self) -> dict[str, Any]:
+        """The fields that may say what an answer must look like."""
+        return {name: getattr(self, name) for name in ("response_format", "structured_outputs", *NAMED)}
 
     def _bias(self) -> dict[int, float] | None:
         """`logit_bias`, whose token ids are texts in JSON."""

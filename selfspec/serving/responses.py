@@ -13,11 +13,11 @@ from selfspec.serving.refusal import Refusal, shown
 from selfspec.serving.token_texts import TokenTexts
 
 LOGPROBS = "message.output_text.logprobs"  # in `include`
-PLAIN = ({"type": "text"}, None)
+PLAIN = {"type": "text"}
 
 
 class TextOptions(Body):
-    """The format of the text: none is served."""
+    """The format of the text, as `response_format` of a chat has it."""
 
     format: dict[str, Any] | None = None
 
@@ -51,14 +51,14 @@ class ResponsesRequest(GenerationRequest):
         Raises:
             Refusal: what is not served.
         """
+        shape = None if self.text is None else self.text.format
         if self.text is not None:
             check_fields(self.text.model_extra or {}, "text.")
-            if self.text.format not in PLAIN:
-                message = f"text.format must be of type text, got {shown(self.text.format)}; leave it out"
-                raise Refusal(message, param="text", code="unsupported_parameter")
+            shape = {**shape, "json_schema": shape} if shape and shape.get("type") == "json_schema" else shape
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         more: dict[str, Any] = {"messages": [*system, *self._messages()], "logprobs": self.num_likely is not None}
         more |= {"top_logprobs": self.top_logprobs, "max_completion_tokens": self.max_output_tokens}
+        more |= {} if shape is None else {"response_format": shape}
         return translated(self, more | {"reasoning_effort": self.reasoning and self.reasoning.effort})
 
     def _messages(self) -> list[dict[str, Any]]:
@@ -166,7 +166,7 @@ class ResponsesWriter(ChatWriter):
             "reasoning": {"effort": self.request.reasoning_effort, "summary": None},
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": PLAIN[0]},
+            "text": {"format": (self._asked.text and self._asked.text.format) or PLAIN},
             "tool_choice": "auto",
             "tools": [],
             "top_logprobs": self._asked.top_logprobs or 0,

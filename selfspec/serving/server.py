@@ -33,6 +33,7 @@ from selfspec.serving.protocol import (
 )
 from selfspec.serving.refusal import Refusal, shown
 from selfspec.serving.responses import ResponsesRequest, ResponsesWriter
+from selfspec.serving.structured import asking, refusal
 from selfspec.serving.token_texts import TokenTexts
 from selfspec.serving.tokenizing import DetokenizeRequest, TokenizeRequest, tokenizer_info
 from selfspec.serving.tokens import Reader
@@ -119,6 +120,7 @@ class Server:
         length = COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
         scored = {"prompt_logprobs": asked.logprobs} if asked.echo and asked.logprobs is not None else {}
         call = self._call("cmpl", asked, prompts, max(length, int(length == 0)), length == 0, **scored)
+        await self._check_grammar(asked, call)
         texts = await self.reader.texts(asked, prompts) if asked.echo else []
         return Answer(CompletionWriter(asked, call, model, self.tokens, texts), self.dispatcher)
 
@@ -193,7 +195,24 @@ class Server:
         prompt = await self.reader.chat(asked)
         length = self.reader.max_model_len - len(prompt) if asked.length is None else asked.length
         expected = await self.reader.prediction(asked)
-        return self._call(kind, asked, [prompt], length, False, prediction=expected or None)
+        call = self._call(kind, asked, [prompt], length, False, prediction=expected or None)
+        await self._check_grammar(asked, call)
+        return call
+
+    async def _check_grammar(self, asked: GenerationRequest, call: Call) -> None:
+        """Compile the grammar of structured outputs in another thread, where the engine finds it.
+
+        Raises:
+            Refusal: it cannot be honoured.
+        """
+        wanted = call.params.structured_outputs
+        if wanted is None:
+            return
+        eos = self._defaults.eos_token_ids
+        try:
+            await asyncio.to_thread(self._defaults.grammars.row, wanted, eos, self._vocab_size)
+        except (ValueError, ImportError) as problem:
+            raise refusal(str(problem), asking(asked.shapes)) from problem
 
     def _call(
         self,

@@ -24,7 +24,7 @@ class Grammars:
         self._tokenizer = tokenizer
         self._tries: dict[Key, Any] = {}  # llguidance's tokenizers
         self._compiled: OrderedDict[tuple[str, ...], Any] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock, self._making = threading.Lock(), threading.Lock()
 
     def row(self, asked: StructuredOutputs, eos: frozenset[int], vocab_size: int) -> RowGrammar:
         """The grammar of a new row, at its beginning.
@@ -45,13 +45,15 @@ class Grammars:
         known = (kind, source, str(asked.disable_any_whitespace), f"{sorted(eos)} {vocab_size}")
         with self._lock:
             made = self._compiled.get(known)
-            if made is None:
-                made = self._compile(asked, self._trie((eos, vocab_size)))
-                self._compiled[known] = made
-                while len(self._compiled) > MOST_KEPT:
-                    self._compiled.popitem(last=False)
-            else:
-                self._compiled.move_to_end(known)
+        if made is None:  # others go on meanwhile
+            with self._making:
+                trie = self._trie((eos, vocab_size))
+            made = self._compile(asked, trie)
+        with self._lock:
+            self._compiled[known] = made
+            self._compiled.move_to_end(known)
+            while len(self._compiled) > MOST_KEPT:
+                self._compiled.popitem(last=False)
             return RowGrammar(made.deep_copy(), vocab_size)
 
     def _trie(self, key: Key) -> Any:

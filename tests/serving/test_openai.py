@@ -144,9 +144,9 @@ def test_a_request_without_speculation_has_the_same_text_and_no_drafts(llm, clie
 def test_errors_are_openais(served, client):
     with pytest.raises(openai.NotFoundError, match="no model 'other' here"):
         client.completions.create(model="other", prompt="x")
-    with pytest.raises(openai.BadRequestError, match="response_format is not supported") as caught:
-        client.chat.completions.create(model=MODEL, messages=MESSAGES, response_format={"type": "json_object"})
-    assert caught.value.param == "response_format" and caught.value.type == "invalid_request_error"
+    with pytest.raises(openai.BadRequestError, match="audio is not supported") as caught:
+        client.chat.completions.create(model=MODEL, messages=MESSAGES, audio={"voice": "alloy", "format": "wav"})
+    assert caught.value.param == "audio" and caught.value.type == "invalid_request_error"
     with pytest.raises(openai.BadRequestError, match="top_p must be a number in"):
         client.completions.create(model=MODEL, prompt="x", top_p=3)
     with pytest.raises(openai.BadRequestError, match="n must be 1 with greedy decoding"):

@@ -147,7 +147,6 @@ def test_values_that_ask_for_nothing_change_nothing(served):
 
 
 ASKING = [
-    ("response_format", {"type": "json_object"}),
     ("tools", [{"type": "function"}]),
     ("best_of", True),
     ("suffix", "end"),
