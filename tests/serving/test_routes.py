@@ -98,7 +98,7 @@ def test_calls_of_tools_in_an_input_are_messages(llm, served, monkeypatch):
 
 WRONG_RESPONSES = [
     ({"previous_response_id": "resp_1"}, "previous_response_id", "send the conversation's messages"),
-    ({"text": {"format": {"type": "json_object"}}}, "text", "json_object"),
+    ({"text": {"format": {"type": "yaml"}}}, "response_format", "yaml"),
     ({"input": [{"type": "image_generation_call"}]}, "input", "input[0]"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "messages", "'input_image'"),
     ({"input": [{"role": "user", "content": 5}]}, "messages", "got 5"),
