@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from selfspec.llm import LLM
 
 PARTS = ("fastapi", "uvicorn", "prometheus_client")
-RAY_PARTS = ("ray",)
+RAY_PARTS = ("ray", "httpx")
 MAX_NUM_SEQS = 16  # where nobody names another number
 
 

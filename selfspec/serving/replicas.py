@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from time import monotonic, sleep
 from typing import Any
 
@@ -23,11 +24,11 @@ from selfspec.kernels.machine import usable_cores
 from selfspec.llm import LLM
 from selfspec.serving.app import create_app
 from selfspec.serving.config import ServerConfig
+from selfspec.serving.front import REPLICA_ID, fronted
 from selfspec.serving.run import bound
 
 NAME = "selfspec"  # of the application in Ray Serve
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-REPLICA_ID = "x-replica-id"  # header of answers
 HEALTH_PERIOD = 2.0  # seconds between two questions; a replica that fails three of them is replaced
 OWN_ERROR = r"^selfspec\.[\w.]+: "  # the name of an exception whose message is a sentence
 STARTS = 2  # tries to start a replica before that is an error
@@ -111,9 +112,9 @@ def replicated(
         ValueError: host and port cannot be listened at, or what `cluster` refuses.
         ReplicaError: a replica could not start.
     """
-    with bound(host, port) as free:
-        port = free.getsockname()[1]
-    with cluster(num_replicas, device) as share:
+    with bound("127.0.0.1", 0) as free:
+        inner = free.getsockname()[1]
+    with bound(host, port) as at, cluster(num_replicas, device) as share:
         from ray import serve
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)  # it tells what it does, line by line
@@ -131,9 +132,10 @@ def replicated(
             max_constructor_retry_count=STARTS,
         )
         try:
-            serve.start(http_options={"host": host, "port": port})
-            _deploy(deployment.bind(make_llm, config))
-            yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            serve.start(http_options={"host": "127.0.0.1", "port": inner})
+            _deploy(deployment.bind(make_llm, replace(config, access_log=False)))
+            with fronted(f"http://127.0.0.1:{inner}", config, [at]):
+                yield f"http://{f'[{host}]' if ':' in host else host}:{at.getsockname()[1]}"
         finally:
             _delete(config.request_timeout)
 
@@ -175,6 +177,7 @@ def cluster(num_workers: int, device: str | None = None) -> Iterator[dict[str, f
     """
     import ray
 
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody who did not ask for it
     is_own = os.environ.get("RAY_ADDRESS", "local") in ("", "local")
     own: dict[str, Any] = {"num_cpus": max(usable_cores(), num_workers + 1), "include_dashboard": False}
     ray.init(address="local" if is_own else None, log_to_driver=False, logging_level="error", **(own if is_own else {}))

@@ -148,7 +148,7 @@ class TestReplicas:
                     chunks += lines
             except httpx.HTTPError:
                 return None
-            if chunks[-1] != "[DONE]":
+            if chunks[-1] != "[DONE]" or any('"code":"replica_lost"' in chunk for chunk in chunks):
                 return None
             return "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks[:-1])
 

@@ -1,0 +1,156 @@
+"""`Front`: the address of several replicas, before Ray Serve's proxy. No request that it took is lost without a word.
+
+A request goes to another replica where the first one dies before its answer has begun; the text is the same. A stream
+that breaks ends with an error event. Where no replica answers, it is 503 with Retry-After, in the API's shape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import uvicorn
+from starlette.types import Message, Receive, Scope, Send
+
+from selfspec.serving.bodies import Json, event
+from selfspec.serving.border import Border
+from selfspec.serving.config import ServerConfig
+from selfspec.serving.metrics import Metrics
+from selfspec.serving.refusal import Refusal
+
+REPLICA_ID = "x-replica-id"  # header of answers; what has none is no replica's answer
+TRIES, FIRST_WAIT = 6, 0.1  # seconds before the second try, which double
+ENDS = [b"[DONE]"]  # in the last event of a stream
+ENDS += [b'"type":"' + kind for kind in (b"error", b"message_stop", b"response.completed", b"response.incomplete")]
+NOT_PASSED = ("connection", "content-length", "host", "keep-alive", "transfer-encoding")
+
+
+class Front:
+    """ASGI application.
+
+    Args:
+        upstream: the address of Ray Serve's proxy.
+    """
+
+    def __init__(self, upstream: str, config: ServerConfig) -> None:
+        self._config = config
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self._client = httpx.AsyncClient(base_url=upstream, timeout=None, limits=limits)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        body = await self._body(receive)
+        if body is None:
+            refusal = Refusal(f"the body must have at most {self._config.max_body_bytes} bytes", 413)
+            await Json(refusal.body_for(scope["path"]), 413)(scope, receive, send)
+            return
+        work = asyncio.create_task(self._answer(scope, body, receive, send))
+        watch = asyncio.create_task(_left(receive))
+        done, _ = await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+        for one in {work, watch} - done:
+            one.cancel()
+        await asyncio.gather(work, watch, return_exceptions=True)
+        if work in done:
+            work.result()
+
+    async def _body(self, receive: Receive) -> bytes | None:
+        """A request's whole body; None: it is too large."""
+        parts, size = list[bytes](), 0
+        while True:
+            message = await receive()
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self._config.max_body_bytes:
+                return None
+            if not message.get("more_body"):
+                return b"".join(parts)
+
+    async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        for attempt in range(TRIES):
+            if attempt:
+                await asyncio.sleep(FIRST_WAIT * 2 ** (attempt - 1))
+            try:
+                if await self._tried(scope, body, send):
+                    return
+            except httpx.TransportError:
+                continue  # nothing has been sent
+        refusal = Refusal("no replica answers; try again later", 503, code="unavailable", retry_after=2)
+        await Json(refusal.body_for(scope["path"]), refusal.status, refusal.headers)(scope, receive, send)
+
+    async def _tried(self, scope: Scope, body: bytes, send: Send) -> bool:
+        """Whether a replica answered.
+
+        Raises:
+            httpx.TransportError: it died before its answer began.
+        """
+        headers = [(name, value) for name, value in scope["headers"] if name.decode() not in NOT_PASSED]
+        url = httpx.URL(path=scope["path"], query=scope["query_string"])
+        request = self._client.build_request(scope["method"], url, headers=headers, content=body)
+        response = await self._client.send(request, stream=True)
+        try:
+            if response.status_code >= 500 and REPLICA_ID not in response.headers:
+                return False
+            start: Message = {"type": "http.response.start", "status": response.status_code}
+            start["headers"] = [one for one in response.headers.raw if one[0].decode().lower() not in NOT_PASSED]
+            if not response.headers.get("content-type", "").startswith("text/event-stream"):
+                whole = b"".join([part async for part in response.aiter_raw()])
+                await send(start)
+                await send({"type": "http.response.body", "body": whole})
+                return True
+            parts = response.aiter_raw()
+            last = await anext(parts)  # until then, another replica may answer
+            await send(start)
+            await send({"type": "http.response.body", "body": last, "more_body": True})
+            async for part in _rest(parts, last, scope["path"]):
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body"})
+            return True
+        except StopAsyncIteration as problem:
+            raise httpx.ReadError("the stream ended before it began") from problem
+        finally:
+            await response.aclose()
+
+
+async def _rest(parts: AsyncIterator[bytes], last: bytes, path: str) -> AsyncIterator[bytes]:
+    """A stream after its first part; where it breaks, an error event in place of what is missing."""
+    tail = last
+    try:
+        async for part in parts:
+            tail = (tail + part)[-4096:]
+            yield part
+    except httpx.TransportError:
+        tail = b""
+    if not any(end in tail for end in ENDS):
+        body = Refusal("the replica that wrote this answer is gone; ask again", 500, code="replica_lost").body_for(path)
+        kind = {"type": "error"} if path.startswith("/v1/responses") else {}
+        yield event(kind | body, "error" if kind or "type" in body else None)
+        if "/completions" in path:
+            yield b"data: [DONE]\n\n"
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+@contextmanager
+def fronted(upstream: str, config: ServerConfig, sockets: list[Any]) -> Iterator[None]:
+    """A front that serves in a thread while the block runs; at its end, what it has begun is answered first."""
+    options: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "lifespan": "off"}
+    options["timeout_graceful_shutdown"] = int(config.request_timeout)
+    unlimited = replace(config, max_body_bytes=1 << 60)  # the front has the limit
+    app = Border(Front(upstream, config), unlimited, Metrics(config.model))
+    server = uvicorn.Server(uvicorn.Config(app, **options))
+    thread = threading.Thread(target=server.run, args=(sockets,), name="selfspec-front", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join(config.request_timeout)

@@ -1,0 +1,115 @@
+"""The address of several replicas: what happens to requests whose replica dies, told by a scripted upstream."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from selfspec.serving import front
+from selfspec.serving.config import ServerConfig
+from selfspec.serving.run import bound
+from tests.serving.server import PATIENCE
+
+BODY = b'{"prompt":"x"}'
+EVENT = b'data: {"choices":[]}\n\n'
+
+
+def answer(status, body, *headers, length=None):
+    head = [f"HTTP/1.1 {status} X", f"content-length: {len(body) if length is None else length}", *headers]
+    return "\r\n".join(head).encode() + b"\r\n\r\n" + body
+
+
+JSON = ("content-type: application/json", "x-replica-id: a")
+STREAM = ("content-type: text/event-stream", "x-replica-id: a")
+OK, WHOLE = answer(200, b'{"text":"hi"}', *JSON), answer(200, EVENT + b"data: [DONE]\n\n", *STREAM)
+DEAD, LOST = b"", answer(500, b"Internal Server Error", "content-type: text/plain")
+BREAKS, NEVER_BEGINS = answer(200, EVENT, *STREAM, length=999), answer(200, b"", *STREAM, length=999)
+HALF = answer(200, b'{"te', *JSON, length=13)
+
+
+@contextmanager
+def asked(path, *answers, **config):
+    """A client of a front whose upstream gives these answers, one a connection; and what was asked of the upstream."""
+    seen, upstream = [], socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        for one in answers:
+            try:
+                connection, _ = upstream.accept()
+            except OSError:
+                return
+            with connection:
+                got = b""
+                while not got.endswith(BODY):
+                    got += connection.recv(1 << 16)
+                seen.append(got)
+                connection.sendall(one)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with bound("127.0.0.1", 0) as at:
+        url = f"http://127.0.0.1:{at.getsockname()[1]}"
+        inner = f"http://127.0.0.1:{upstream.getsockname()[1]}"
+        with front.fronted(inner, ServerConfig(**config), [at]), httpx.Client(timeout=PATIENCE) as client:
+            for _ in range(200):
+                try:
+                    told = client.post(url + path, content=BODY, headers={"x-session-id": "s"})
+                    break
+                except httpx.ConnectError:
+                    threading.Event().wait(0.05)
+    upstream.close()
+    thread.join(PATIENCE)
+    yield told, seen
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(front, "FIRST_WAIT", 0.001)
+
+
+@pytest.mark.parametrize("first", [[], [DEAD], [LOST], [HALF], [DEAD, LOST, HALF, NEVER_BEGINS]])
+@pytest.mark.parametrize(("last", "body"), [(OK, b'{"text":"hi"}'), (WHOLE, EVENT + b"data: [DONE]\n\n")])
+def test_what_has_not_begun_is_asked_again(first, last, body):
+    with asked("/v1/completions", *first, last) as (told, seen):
+        assert (told.status_code, told.content) == (200, body)
+        assert told.headers["x-replica-id"] == "a" and len(told.headers["x-request-id"]) == 32
+        assert len(seen) == len(first) + 1
+        assert all(b"x-session-id: s" in one for one in seen)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/v1/chat/completions", [b'"code":"replica_lost"', b"data: [DONE]\n\n"]),
+        ("/v1/messages", [b"event: error\n", b'{"type":"error","error":{"type":"api_error"']),
+        ("/v1/responses", [b"event: error\n", b'"type":"error"']),
+    ],
+)
+def test_a_stream_that_breaks_ends_with_an_error_event(path, words):
+    with asked(path, BREAKS) as (told, _):
+        assert told.status_code == 200 and told.content.startswith(EVENT)
+        assert all(word in told.content[len(EVENT) :] for word in words)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+def test_where_no_replica_answers_it_says_when_to_come_back(path):
+    with asked(path, *[LOST] * front.TRIES) as (told, seen):
+        assert told.status_code == 503 and told.headers["retry-after"] == "2" and len(seen) == front.TRIES
+        assert "no replica answers" in told.json()["error"]["message"]
+
+
+def test_a_replicas_own_errors_are_passed_on():
+    own = answer(500, b'{"error":{}}', *JSON)
+    with asked("/v1/completions", own) as (told, seen):
+        assert (told.status_code, told.json(), len(seen)) == (500, {"error": {}}, 1)
+
+
+def test_a_large_body_and_a_wrong_key_go_no_further():
+    with asked("/v1/completions", max_body_bytes=5) as (told, seen):
+        assert told.status_code == 413 and not seen
+    with asked("/v1/completions", api_key="k") as (told, seen):
+        assert told.status_code == 401 and not seen
