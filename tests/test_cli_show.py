@@ -16,7 +16,7 @@ from selfspec.cli.compare import Comparison
 from selfspec.cli.drafts import Piece, PieceCutter, legend, paint, picture
 from selfspec.cli.session import STAGES, Run
 from selfspec.control.plan import NUM_BINS, SurvivalStop
-from selfspec.core import Plan, Request, RoundOutput, RowRound, Sequence, StageSeconds
+from selfspec.core import LOOKUP, Plan, Request, RoundOutput, RowRound, Sequence, StageSeconds
 from selfspec.decoding.outputs import SpecStats
 from tests import cli_fixtures
 
@@ -94,6 +94,16 @@ def test_the_closing_line_has_speed_acceptance_and_speedup():
     line = show.closing_line(run, Comparison([0.1], [0.2], 2, [0.3], 4)).plain
     assert "tokens differ from number 3 on" in line
     assert line.endswith(" · 3.00x transformers' generate (20 tokens/s) · tokens differ from number 5 on (rounding)")
+
+
+def test_a_sentence_says_what_drafted_and_what_it_gained():
+    run, same = run_of(6, 0.1, SpecStats()), Comparison([0.1], [0.2], None)
+    assert show.what_drafted(run, same) == "Drafted: nothing. 2.00 times as fast as plain decoding."
+    drafting = RowRound(SEQUENCE, 4, 3, [5, 6, 7, 8], [5, 6, 7, 9])
+    for exit_layer in (LOOKUP, 2, 2):
+        run.add(RoundOutput(exit_layer, [drafting], StageSeconds(), Plan(exit_layer, (4,))))
+    told = "4 tokens by lookup in the text so far, 3 of them right; 8 tokens by early layers, 6 of them right"
+    assert show.what_drafted(run, same) == f"Drafted: {told}. 2.00 times as fast as plain decoding."
 
 
 ONE_OF_TWO = RowRound(SEQUENCE, 2, 1, [5, 6], [5, 7])

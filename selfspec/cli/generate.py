@@ -162,6 +162,7 @@ def _run(
             status.say(show.stats_table(run.stats, run.seconds_by_stage, run.plans), "")
         status.say(show.closing_line(run, comparison), "")
         if comparison is not None:
+            status.say(show.what_drafted(run, comparison))
             status.say(comparison.about)
 
 

@@ -147,6 +147,8 @@ class Run:
     finished: list[Sequence] = field(default_factory=list)
     seconds_by_stage: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(STAGES, 0)))
     num_rounds: Counter[int | None] = field(default_factory=Counter)  # by exit layer, `LOOKUP`, or None: plain
+    num_drafted: Counter[int] = field(default_factory=Counter)  # tokens, by exit layer or `LOOKUP`
+    num_accepted: Counter[int] = field(default_factory=Counter)  # of them
 
     def add(self, round_: RoundOutput) -> None:
         """Count a round."""
@@ -155,6 +157,9 @@ class Run:
             self.seconds_by_stage[stage] += getattr(round_.seconds, stage)
         if round_.plan is not None:
             self.num_rounds[round_.exit_layer] += 1
+            if round_.exit_layer is not None:
+                self.num_drafted[round_.exit_layer] += sum(len(row.drafted) for row in round_.rows)
+                self.num_accepted[round_.exit_layer] += sum(row.num_accepted for row in round_.rows)
 
     @property
     def seconds(self) -> float:

@@ -39,6 +39,16 @@ def closing_line(run: Run, comparison: Comparison | None = None) -> Text:
     return line
 
 
+def what_drafted(run: Run, comparison: Comparison) -> str:
+    """What drafted how many tokens, and what it gained, in a sentence."""
+    gained = f"{comparison.plain / comparison.drafted:.2f} times as fast as plain decoding"
+    by_text = run.num_drafted[LOOKUP], run.num_accepted[LOOKUP]
+    by_layers = run.num_drafted.total() - by_text[0], run.num_accepted.total() - by_text[1]
+    drafters = (("lookup in the text so far", by_text), ("early layers", by_layers))
+    told = [f"{drafted} tokens by {name}, {right} of them right" for name, (drafted, right) in drafters if drafted]
+    return f"Drafted: {'; '.join(told) or 'nothing'}. {gained}."
+
+
 def plan_line(number: int, round_: RoundOutput) -> str:
     """A round in one line: what drafted, how far it might have drafted, and what became of it."""
     plan, rows = round_.plan, round_.rows

@@ -40,9 +40,10 @@ MIN_PICKS = 12.0  # lasting observations from which on a layer's acceptance coun
 CONTEXT_STEP = 64  # growth of the rows in tokens after which round costs are computed again
 SEED_SHARE = 0.01  # largest time for probing a prompt, as a share of the row's plain decoding
 UNKNOWN_ROUNDS = 4  # rounds between decisions while the layer that drafts has few observations
-FIRST, MOST_ROUNDS = 16, 256  # rounds between decisions: after the first one; the number doubles up to the most
+FIRST, MOST_ROUNDS = 32, 256  # rounds between decisions: after the first one; the number doubles up to the most
 DECISION_SHARE = 0.003  # largest share of the time for decisions
-PLAIN_ROUNDS, PLAIN_EVERY = 4, 512  # plain rounds that are measured at once, and rounds with drafts between them
+PLAIN_ROUNDS = 8, 4  # plain rounds that are measured at once: at first, and later
+PLAIN_EVERY = 16, 512  # rounds with drafts between them: at first; the number doubles up to the most
 PROBE_EVERY = 16, 128  # rounds between probes of layers: at first; the number doubles up to the most
 PROBED_TOKENS, PROBED_ROWS = 20, 4  # probed positions per row, and rows per probe, at most
 SMOOTHING = 0.2  # of the moving average of a decision's seconds
@@ -79,8 +80,8 @@ class Adaptive(Policy):
         self.tracker = Tracker(costs.num_layers, prior)
         """Acceptance statistics of all layers."""
         self.ledger = Ledger(0.0, 0.0)
-        """What drafting may still lose; at the start half of the most."""
-        self.ledger = self.ledger._replace(balance=self.ledger.most / 2)
+        """What drafting may still lose; at the start a quarter of the most."""
+        self.ledger = self.ledger._replace(balance=self.ledger.most / 4)
         self._clock = TokenClock()
         self._agreement = Agreement(costs.num_layers, self._clock, known.get("agreement"))
         self._ngrams = NgramStats(self._clock)
@@ -99,8 +100,9 @@ class Adaptive(Policy):
         self._context_lengths: abc.Sequence[int] = (0,)  # tokens per row
         self._rounds_left, self._interval = 0, FIRST  # rounds to the next decision, and from it to the one after
         self._probe_in, self._probe_interval, self._next_row = 0, PROBE_EVERY[0], 0
-        self._since_plain = 0  # rounds since the last plain one
+        self._since_plain, self._plain_interval = 0, PLAIN_EVERY[0]  # rounds since the last plain one; the most
         self._decision_seconds = 0.0  # moving average of the policy's own time in a step with a decision
+        self._decided_for = 0, False  # rows, and whether any has processors, of the last decision about layers
         self._is_evidence_new = True  # whether layers were judged since the last decision about them
         self._has_decided = False  # whether the last plan came with a decision
 
@@ -158,14 +160,19 @@ class Adaptive(Policy):
         is_other = [row.identity for row in rows] != self._rows or has_processors != self._has_processors
         times = self._all_times.of(count, self.costs.context_of(self._context_lengths))
         self._has_decided = False
-        if times.plain_seconds is None or self._wants_plain:
-            self._rounds_left = 0
-            return Plan(None, (0,) * count, num_rounds=PLAIN_ROUNDS, speedup=1.0)
+        if times.plain_seconds is None:
+            self._rounds_left, self._plain_interval = 0, PLAIN_EVERY[0]
+            return Plan(None, (0,) * count, num_rounds=PLAIN_ROUNDS[0], speedup=1.0)
+        if self._since_plain >= self._plain_interval:
+            self._rounds_left, self._plain_interval = 0, min(2 * self._plain_interval, PLAIN_EVERY[1])
+            return Plan(None, (0,) * count, num_rounds=PLAIN_ROUNDS[1], speedup=1.0)
         if self._rounds_left <= 0 or is_other:
             self._has_processors = has_processors
             self._decide(rows, is_other)
         shadow = self._probe(count)
         num_rounds, ledger = max(1, self._rounds_left), self.ledger
+        if self.decision.exit_layer is not None:  # all rounds draft
+            num_rounds = max(1, min(num_rounds, self._plain_interval - self._since_plain))
         if shadow is not None and self.costs.recorded is not None:
             return Plan(None, (0,) * count, shadow=shadow, speedup=1.0)
         if shadow is None and self._probed:
@@ -174,11 +181,6 @@ class Adaptive(Policy):
             wait = (ledger.layers - ledger.balance) / (SHARE * times.plain_seconds)
             num_rounds = min(num_rounds, max(1, math.ceil(wait)))
         return self.decision.plan(count, num_rounds, self._most, self._lookups, shadow, ledger)
-
-    @property
-    def _wants_plain(self) -> bool:
-        """Whether plain rounds are to be measured again."""
-        return self._since_plain >= PLAIN_EVERY
 
     def _probe(self, num_rows: int) -> ShadowPlan | None:
         """A probe of layers that do not draft but could be faster, if one is due and the ledger covers it."""
@@ -206,9 +208,9 @@ class Adaptive(Policy):
         round_costs = self._costs_of(count, self.costs.context_of(self._context_lengths))
         plain = round_costs.plain_seconds
         self.ledger = self.ledger._replace(plain_seconds=plain)
-        round_costs.most_seconds = plain + max(self.ledger.balance, self.ledger.most / 2)
-        if self._layers and (is_other or self._is_evidence_new):
-            self._is_evidence_new = False
+        round_costs.most_seconds = plain + max(self.ledger.balance, self.ledger.most / 4)
+        if self._layers and (self._is_evidence_new or self._decided_for != (count, self._has_processors)):
+            self._is_evidence_new, self._decided_for = False, (count, self._has_processors)
             right, share = self.tracker.estimates()
             evidence = Evidence(right, share, self.tracker.lasting.sum((0, 2)), self._agreement.ratios())
             drafters, now = self._drafters, self.decision

@@ -8,13 +8,16 @@ run are calibrated times, in proportion to the measured times of rounds like the
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Hashable
 
 import numpy as np
 
 from selfspec.control.acceptance import Decayed, Floats, TokenClock
 
-PLAIN_HALF_LIFE, HALF_LIFE = 64.0, 1024.0  # of readings of plain rounds and of others, in emitted tokens per row
+# Plain rounds whose times are kept. The first rounds after a prompt, and those that other processes delay, take longer.
+PLAIN_READINGS = 16
+HALF_LIFE = 1024.0  # of readings of other rounds, in emitted tokens per row
 CALIBRATED = 1.0  # readings that a calibrated time counts as
 LOOKUP_EDGES = (1, 2, 3, 4, 5, 6, 8, 12, 18, 32, 64, 96, 128, 192)  # least drafted tokens of all rows, by bin
 MOST_OFF = 2.0  # a reading counts as at most so many times the mean of those before
@@ -31,27 +34,19 @@ class Times:
 
     def __init__(self, shape: tuple[int, int], clock: TokenClock) -> None:
         self._shape, self._clock = shape, clock
-        self._plain = Decayed((2,), PLAIN_HALF_LIFE, clock)  # seconds, readings
+        self._plain: deque[float] = deque(maxlen=PLAIN_READINGS)
         self._lookups = Decayed((2, len(LOOKUP_EDGES)), HALF_LIFE, clock)
         self._exits: dict[Hashable, Decayed] = {}  # by drafter
 
     @property
     def plain_seconds(self) -> float | None:
-        """Seconds of a plain round; None before one was measured."""
-        seconds, readings = self._plain.now().tolist()
-        return seconds / readings if readings > 0 else None
-
-    @property
-    def plain_readings(self) -> float:
-        """Lasting readings of plain rounds."""
-        return float(self._plain.now()[1])
+        """Seconds of a plain round: the lower quartile of the last ones; None before one was measured."""
+        return sorted(self._plain)[len(self._plain) // 4] if self._plain else None
 
     def add_plain(self, seconds: float) -> None:
         """Count a plain round."""
         if seconds > 0:
-            known = self.plain_seconds
-            self._plain.add(0, seconds if known is None else min(seconds, MOST_OFF * known))
-            self._plain.add(1, 1.0)
+            self._plain.append(seconds)
 
     def add_lookup(self, num_drafted: int, seconds: float) -> None:
         """Count a round by lookup; `num_drafted`: tokens of all rows."""

@@ -205,7 +205,7 @@ def test_state_is_plain_numbers_and_damaged_parts_are_ignored():
 def test_rounds_that_draft_are_compared_with_plain_ones_now_and_then():
     costs = replace(even_costs(), short=Table.of({1: 1e-3, 64: 2e-2}))  # probes take long, and are rare
     rounds = play(Adaptive(costs, drafters=["exit"]), costs, 400)
-    assert 0 < sum(round_.exit_layer is None for round_ in rounds[20:]) < 20
+    assert 0 < sum(round_.exit_layer is None for round_ in rounds[20:]) < 50
 
 
 @pytest.mark.parametrize("drafters", [["lookup"], ["lookup", "exit"]])

@@ -158,7 +158,7 @@ def test_matches_that_are_not_right_cost_next_to_nothing(drafters):
     costs = even_costs()
     policy = Adaptive(costs, drafters=(*drafters, "lookup"))
     rounds = play(policy, costs, 600, lambda plan, n: 0, lookup=Chance(2))
-    assert sum(one.exit_layer == LOOKUP for one in rounds) < 30
+    assert sum(one.exit_layer == LOOKUP for one in rounds) < 40
 
 
 @pytest.mark.parametrize(("matches", "capacities", "drafts"), [((12, 0), (99, 99), 0), ((12, 12), (99, 2), 2)])
