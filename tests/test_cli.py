@@ -172,7 +172,8 @@ def test_generate_is_compared_only_where_it_is_asked_the_same(generate, options)
 def test_a_comparison_ends_with_its_figures_and_what_they_are_of(generate):
     done = generate("abc", "--show-drafts", "--compare", "--max-tokens", 12)
     assert done.out == generate("abc", "--max-tokens", 12).out
-    line, about = done.err.strip().splitlines()
+    line, drafted, about = done.err.strip().splitlines()
+    assert re.fullmatch(r"Drafted: .*\. \d+\.\d\d times as fast as plain decoding\.", drafted)
     assert all(words in line for words in ("tokens/s", "acceptance length", "x plain decoding", "same 12 tokens")), line
     assert "x transformers' generate" in line
     assert re.fullmatch(r"medians of (\d+) runs with drafts and \1 without, in turns; .* from before this call", about)

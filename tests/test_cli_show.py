@@ -97,7 +97,7 @@ def test_the_closing_line_has_speed_acceptance_and_speedup():
 
 
 def test_a_sentence_says_what_drafted_and_what_it_gained():
-    run, same = run_of(6, 0.1, SpecStats()), Comparison([0.1], [0.2], None)
+    run, same = Run(), Comparison([0.1], [0.2], None)
     assert show.what_drafted(run, same) == "Drafted: nothing. 2.00 times as fast as plain decoding."
     drafting = RowRound(SEQUENCE, 4, 3, [5, 6, 7, 8], [5, 6, 7, 9])
     for exit_layer in (LOOKUP, 2, 2):
