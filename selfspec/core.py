@@ -43,7 +43,7 @@ MAX_LOGPROBS = 20
 MAX_BIAS = 100
 MAX_NGRAM = 1 << 16
 MIN_TEMPERATURE = 1e-6
-MAX_GRAMMAR = 1 << 18  # characters of a schema, a regular expression, a grammar, or choices
+MAX_SCHEMA, MAX_EXPRESSION = 1 << 18, 1 << 15  # characters of a schema or choices; of expressions and grammars
 LOOKUP = 0  # the exit layer of drafts by lookup: no layer drafts, all layers verify
 UNBOUNDED_ROUNDS = 1 << 30  # `num_rounds` of a plan that never changes
 RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -73,8 +73,8 @@ class StructuredOutputs:
         disable_any_whitespace: JSON without spaces and line breaks between its parts.
 
     Raises:
-        ValueError: none or several of the five, a value of another kind, or one of more than `MAX_GRAMMAR` characters.
-            What a grammar says is checked when a request is made.
+        ValueError: none or several of the five, a value of another kind, or one of more than `MAX_SCHEMA` or
+            `MAX_EXPRESSION` characters. What a grammar says is checked when a request is made.
     """
 
     json: str | abc.Mapping[str, Any] | None = None
@@ -92,9 +92,13 @@ class StructuredOutputs:
             raise ValueError(
                 f"structured_outputs must have one of {', '.join(names)}, got {' and '.join(given) or 'none'}"
             )
-        if len(text := self.source[1]) > MAX_GRAMMAR:
+        kind, text = self.source
+        most = MAX_EXPRESSION if kind in ("regex", "grammar") else MAX_SCHEMA
+        if len(text) > most:
+            raise ValueError(f"structured_outputs.{given[0]} must have at most {most} characters, got {len(text)}")
+        if kind == "json" and (length := _pattern_length(json.loads(text))) > MAX_EXPRESSION:
             raise ValueError(
-                f"structured_outputs.{given[0]} must have at most {MAX_GRAMMAR} characters, got {len(text)}"
+                f"structured_outputs.json must have patterns of at most {MAX_EXPRESSION} characters, got {length}"
             )
 
     @property
@@ -129,7 +133,7 @@ def _schema_text(schema: Any) -> str:
         ValueError: it is no JSON.
     """
     try:
-        if isinstance(schema, str) and len(schema) <= MAX_GRAMMAR:
+        if isinstance(schema, str) and len(schema) <= MAX_SCHEMA:
             schema = json.loads(schema)
         text = schema if isinstance(schema, str) else _json(schema)
     except (ValueError, TypeError, RecursionError) as problem:
@@ -137,6 +141,21 @@ def _schema_text(schema: Any) -> str:
     if not isinstance(schema, str | abc.Mapping):
         raise ValueError(f"structured_outputs.json must be a JSON schema, a mapping or its text, {got(schema)}")
     return text
+
+
+def _pattern_length(schema: Any) -> int:
+    """Characters of all regular expressions in a schema."""
+    found, rest = 0, [schema]
+    while rest:
+        one = rest.pop()
+        if isinstance(one, list):
+            rest += one
+        elif isinstance(one, dict):
+            pattern, named = one.get("pattern"), one.get("patternProperties")
+            found += len(pattern) if isinstance(pattern, str) else 0
+            found += sum(map(len, named)) if isinstance(named, dict) else 0
+            rest += one.values()
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

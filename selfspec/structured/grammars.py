@@ -4,13 +4,44 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from selfspec.core import StructuredOutputs
 from selfspec.structured.row_grammar import RowGrammar, reason_of
 
 MOST_KEPT = 64  # compiled grammars
+STACK = 1 << 28  # bytes, of which only those are used that are needed
+_starting = threading.Lock()
 Key = tuple[frozenset[int], int]  # end-of-text tokens, vocabulary
+
+
+def in_deep_thread(function: Callable[[], Any]) -> Any:
+    """What a function returns or raises, in a thread whose stack holds the deepest schema that is allowed.
+
+    llguidance reads schemas and expressions by recursion, and a stack that overflows ends the process.
+    """
+    answers: list[tuple[Any, BaseException | None]] = []
+
+    def run() -> None:
+        try:
+            answers.append((function(), None))
+        except BaseException as problem:
+            answers.append((None, problem))
+
+    thread = threading.Thread(target=run, name="selfspec-grammar")
+    with _starting:
+        before = threading.stack_size(STACK)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    [(made, problem)] = answers
+    if problem is not None:
+        raise problem
+    return made
 
 
 class Grammars:
@@ -48,7 +79,7 @@ class Grammars:
         if made is None:  # others go on meanwhile
             with self._making:
                 trie = self._trie((eos, vocab_size))
-            made = self._compile(asked, trie)
+            made = in_deep_thread(partial(self._compile, asked, trie))
         with self._lock:
             self._compiled[known] = made
             self._compiled.move_to_end(known)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from selfspec import SamplingParams, StructuredOutputs
-from selfspec.core import MAX_GRAMMAR
+from selfspec.core import MAX_EXPRESSION, MAX_SCHEMA
 from selfspec.structured.grammars import MOST_KEPT, Grammars
 from tests.structured.grammars import EOS, VOCAB, bits_of
 from tests.tokenizers import byte_tokenizer, word_tokenizer
@@ -35,8 +35,12 @@ NAMES = "json, json_object, regex, choice, grammar"
         ({"choice": []}, "choice must be a list of texts"),
         ({"choice": ["a", ""]}, "choice must hold non-empty texts"),
         ({"regex": "a", "disable_any_whitespace": 1}, "disable_any_whitespace must be True or False"),
-        ({"json": '{"a": "' + "x" * (1 << 20) + '"}'}, f"json must have at most {MAX_GRAMMAR} characters, got 10485"),
-        ({"choice": [f"{i:08d}" for i in range(50_000)]}, f"choice must have at most {MAX_GRAMMAR} characters"),
+        ({"json": '{"a": "' + "x" * (1 << 20) + '"}'}, f"json must have at most {MAX_SCHEMA} characters, got 10485"),
+        ({"regex": "a?" * (1 << 15)}, f"regex must have at most {MAX_EXPRESSION} characters, got 65536"),
+        ({"grammar": "start: " + "a" * (1 << 15)}, f"grammar must have at most {MAX_EXPRESSION} characters"),
+        ({"json": {"items": [{"pattern": "a?" * (1 << 15)}]}}, f"patterns of at most {MAX_EXPRESSION} characters"),
+        ({"json": {"patternProperties": {"a?" * (1 << 15): {}}}}, f"patterns of at most {MAX_EXPRESSION} characters"),
+        ({"choice": [f"{i:08d}" for i in range(50_000)]}, f"choice must have at most {MAX_SCHEMA} characters"),
     ],
 )
 def test_what_is_no_grammar_is_refused_when_it_is_made(given, said):
@@ -122,6 +126,22 @@ def test_ten_thousand_choices_and_a_recursive_schema_are_followed():
     row = Grammars(byte_tokenizer()).row(asked, frozenset([EOS]), VOCAB)
     deep = byte_tokenizer()('{"of":[' * 50 + "]}" * 50)["input_ids"]
     assert row.take(deep) == (len(deep), True)
+
+
+def test_a_schema_that_refers_three_thousand_deep_does_not_end_the_process():
+    """llguidance follows references by recursion, which a usual stack would not hold."""
+    parts = {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(3000)}
+    schema = {"$ref": "#/$defs/d0", "$defs": {**parts, "d3000": {"type": "null"}}}
+    row = Grammars(byte_tokenizer()).row(StructuredOutputs(json=schema), frozenset([EOS]), VOCAB)
+    tokens = byte_tokenizer()("[" * 3000)["input_ids"]
+    assert row.num_allowed(tokens) == 3000
+
+
+@pytest.mark.parametrize("depth", [300, 5000])
+def test_a_deep_schema_is_refused(depth):
+    text = '{"items":' * depth + "{}" + "}" * depth
+    with pytest.raises(ValueError, match="recursion"):
+        Grammars(byte_tokenizer()).row(StructuredOutputs(json=text), frozenset([EOS]), VOCAB)
 
 
 def test_a_grammar_is_compiled_once_and_few_are_kept(monkeypatch):
