@@ -186,7 +186,8 @@ class SamplingParams:
         prompt_logprobs: the same of every prompt token but the first, in `RequestOutput.prompt_logprobs`.
         n: outputs per prompt. Output i has the seed `seed + i`.
         logits_processors: functions of the prefix, as transformers' are: `(token ids [1, length], logits [1, vocab])`
-            to logits. They must be pure, since drafts ask them about prefixes that the output may not have.
+            to logits. They must be pure, since drafts ask them about prefixes that the output may not have; or have a
+            method `copy`, and be called once per position in order: copies are then asked about drafts.
         structured_outputs: what the output must look like; masks come after penalties and processors.
         prediction: what much of the output is expected to be, such as a file that is to be edited: a text, or token
             ids. Drafts by lookup are taken from it, too; the output is the same whatever it is.
@@ -403,6 +404,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's tokens but the first
     blocks: list[Any] = field(default_factory=list)  # its first pages, which other sequences may read
     num_edits: int | None = None  # of weights in place, before it joined; None: no prefix cache
+    processors: dict[tuple[int, ...], list[LogitsProcessor]] = field(default_factory=dict)  # copies, by output so far
     has_pages: bool = False  # they are given back once
     has_raised: bool = False  # its own processor or criterion did, or it was interrupted: the engine aborts it
     new_lookup: Callable[[abc.Sequence[int]], RowLookup] | None = None  # of its tokens; None: no lookup

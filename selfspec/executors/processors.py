@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec.core import Sequence
+from selfspec.core import LogitsProcessor, Sequence
 
 
 def process_packed(
@@ -43,7 +43,7 @@ def process(row: Sequence, drafted: abc.Sequence[int], logits: Tensor) -> Tensor
     ids = torch.tensor([[*row.token_ids, *drafted]], device=logits.device)
     scores: Any = logits[None].clone()
     with row.blame():
-        for one in row.request.params.processors:
+        for one in _standing_at(row, drafted):
             scores = one(ids, scores)
         shape = tuple(getattr(scores, "shape", ()))
         if not isinstance(scores, Tensor) or shape != (1, len(logits)):
@@ -53,3 +53,28 @@ def process(row: Sequence, drafted: abc.Sequence[int], logits: Tensor) -> Tensor
             )
     processed: Tensor = scores[0].to(logits.dtype)
     return processed
+
+
+def _standing_at(row: Sequence, drafted: abc.Sequence[int]) -> abc.Sequence[LogitsProcessor]:
+    """A row's processors, to be called after its content and the `drafted` tokens.
+
+    Those with a state are copies of what was called one token before. A verification asks in order, so that their state
+    comes from the target's logits alone; what a draft leaves behind is asked by that draft alone.
+    """
+    given = row.request.params.processors
+    if not any(_has_state(one) for one in given):
+        return given
+    known, output = row.processors, (*row.completion_token_ids, *drafted)
+    before = known.get(output[:-1], given) if output else given
+    if not drafted:
+        known.clear()
+        if output:
+            known[output[:-1]] = [*before]
+    copies: Any = [one.copy() if _has_state(one) else one for one in before]  # type: ignore[attr-defined]
+    known[output] = copies
+    return known[output]
+
+
+def _has_state(processor: Any) -> bool:
+    """Whether it says so, by a method `copy`; lists have one of another meaning."""
+    return callable(getattr(processor, "copy", None)) and not isinstance(processor, list)

@@ -155,3 +155,41 @@ def test_a_processor_of_another_dtype_does_not_change_its_neighbours():
     ]
     made = run(tiny("llama"), asked, Schedule(1, 4))
     assert {score.dtype for row in made.sequences.values() for score in row.scores} == {torch.float32}
+
+
+class Mirror:
+    """Keeps a mean of the logits that it was called with, and turns them over where it was called often enough."""
+
+    def __init__(self, num_calls=0, mean=0.0):
+        self.num_calls, self.mean = num_calls, mean
+
+    def copy(self):
+        return Mirror(self.num_calls, self.mean)
+
+    def __call__(self, input_ids, scores):
+        self.num_calls += 1
+        self.mean = 0.7 * self.mean + 0.3 * float(scores.max())
+        turned = scores.flip(-1) if self.num_calls % 3 == 0 else scores
+        return turned + (turned > self.mean)
+
+
+@pytest.mark.parametrize("policy", ["random", "adversary", "layers"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_processor_with_a_state_that_can_be_copied_is_asked_as_in_plain_decoding(policy, temperature):
+    target, prompts = tiny("llama"), make_prompts(RAGGED, seed=1)
+    mine = Mirror()
+    made = params([mine], 24, temperature=temperature, seed=3)
+    plain = [decode(target, [prompt], "plain", made)[0] for prompt in prompts]
+    policies = {"random": Schedule(0, 4), "adversary": Adversary(1, 4), "layers": Always(3, 4)}
+    done = decode(target, prompts, policies[policy], made)
+    assert tokens_of(done) == tokens_of(plain) and mine.num_calls == 0
+    assert sum(one.stats.num_accepted_draft_tokens for one in done) > 0
+    asked = Mirror()
+    loop, ids = [], list(prompts[0])
+    if not temperature:
+        with torch.inference_mode():
+            while len(loop) < len(plain[0].token_ids):
+                logits = target.model(torch.tensor([ids])).logits[0, -1:].float()
+                loop.append(int(asked(torch.tensor([ids]), logits).argmax()))
+                ids.append(loop[-1])
+        assert loop == plain[0].token_ids
