@@ -1,4 +1,4 @@
-"""`python -m eval.predicted`: edits of code with and without a prediction of the output; tokens/s, and whether all agree.
+"""`python -m eval.predicted`: edits of code with and without a prediction of the output; tokens/s, and if all agree.
 
 Twenty functions of this repository; the model is asked to rename an argument and to answer with the whole function. The
 prediction is the function as it was. Finished responses are not looked up, so that no run helps the next one.

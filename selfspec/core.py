@@ -361,6 +361,7 @@ class Request:
         eos_token_ids: tokens that end the text.
         stopping_criteria: asked after every kept token.
         keep_logits: keep every new token's logits `[vocab]`, before processors, and scores, after filters.
+        reserve: new tokens that pages are taken for at a time; None: for `max_tokens`, when it joins the batch.
 
     Raises:
         ValueError: an empty prompt.
@@ -371,6 +372,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     stopping_criteria: tuple[StoppingCriterion, ...] = ()
     keep_logits: bool = False
+    reserve: int | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
@@ -389,6 +391,7 @@ class Sequence:
     request: Request
     token_ids: list[int]  # prompt and output
     max_length: int  # tokens of prompt and output
+    num_reserved: int = field(default=0, kw_only=True)  # tokens that its pages are taken for; 0: `max_length`
     request_id: str = ""
     index: int = 0  # which of the request's `n` outputs
     stopper: Stopper = None  # type: ignore[assignment]  # set by the scheduler
@@ -425,7 +428,7 @@ class Sequence:
     @property
     def num_remaining(self) -> int:
         """Tokens that it may still emit."""
-        return self.max_length - len(self.token_ids)
+        return min(self.max_length, self.num_reserved or self.max_length) - len(self.token_ids)
 
     @property
     def lookup(self) -> RowLookup:

@@ -145,13 +145,22 @@ class LLMEngine:
 
     # ------------------------------------------------------------------------------------------------------- requests
 
-    def add_request(self, request_id: str, prompt: Prompt | Request, params: SamplingParams | None = None) -> None:
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt | Request,
+        params: SamplingParams | None = None,
+        reserve: int | None = None,
+    ) -> None:
         """Queue a prompt.
 
         Args:
             request_id: a text that no unfinished request has.
             prompt: a text, token ids, or a mapping with "prompt" or "prompt_token_ids"; or a complete `Request`.
             params: default: `SamplingParams()`.
+            reserve: new tokens that pages are taken for at a time, for requests that may write much and seldom do.
+                Where none are free, it waits for others to end, or gives its place up for a while, which changes no
+                token. Default: pages for `max_tokens` are taken when it joins.
 
         Raises:
             ValueError: an empty or too long prompt, a parameter out of range, or a `request_id` that is in use.
@@ -167,6 +176,8 @@ class LLMEngine:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params must be a SamplingParams or None, {got(params)}")
         text, requests = self._defaults.requests(prompt, params)
+        if reserve is not None and params.prompt_logprobs is None:
+            requests = [replace(request, reserve=whole("reserve", reserve, 1)) for request in requests]
         self.add_prepared(name, text, requests)
 
     def add_prepared(self, request_id: str, text: str | None, requests: list[Request]) -> None:
@@ -210,10 +221,11 @@ class LLMEngine:
         self._drop_finished()
         if self._rows:  # of aborted requests, and of a step that raised
             self._end_round(RoundOutput(None, [], StageSeconds()))
-        self._admit()
+        if self._grow():
+            self._admit()
         self._read_prompts()
         seconds.lap("prefill")
-        ready = [sequence for sequence in self.running if sequence.is_prefilled]
+        ready = [sequence for sequence in self.running if sequence.is_prefilled and sequence.num_remaining > 0]
         if ready:
             plan, deadline = self._limited(self._policy.plan(ready), ready)
             rounds = self._run(ready, plan, deadline, seconds)
@@ -352,6 +364,19 @@ class LLMEngine:
             self.running.append(sequence)
             self.frequencies.add(sequence.request.prompt_token_ids[sequence.num_cached :])
             self.split.refresh()  # a sequence is decoded by the weights as they are when it joins
+
+    @torch.inference_mode()
+    def _grow(self) -> bool:
+        """Take further pages for sequences that need some; whether all of them have what they need.
+
+        Where none can go on, those that joined last give their pages up.
+        """
+        while True:
+            parked = [one for one in self.running if one.is_prefilled and not self._scheduler.extended(one)]
+            if not parked or len(parked) < len(self.running):
+                return not parked
+            self._scheduler.requeue(self.running[-1])
+            self.running = self.running[:-1]
 
     @torch.inference_mode()
     def _read_prompts(self) -> None:

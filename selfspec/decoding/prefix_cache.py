@@ -117,6 +117,13 @@ class PrefixCache:
         self.num_found += num_cached
         return Reserved([*(block.page for block in blocks), *own], blocks, num_cached)
 
+    def more(self, count: int) -> list[int] | None:
+        """Take so many pages that no running row holds; None where there are too few."""
+        if count > self._num_available:
+            return None
+        self._free_up(count)
+        return self.cache.more(count)
+
     def _found(self, prompt: abc.Sequence[int], most: int) -> list[Block]:
         """The known pages with which the prompt begins, without its last token, which the first round reads."""
         blocks = list[Block]()

@@ -104,7 +104,10 @@ class Scheduler:
             if reserved is None:
                 return
             pages, sequence.blocks, sequence.num_cached = reserved
-            sequence.pages, sequence.num_found, sequence.has_pages = tuple(pages), sequence.num_cached, True
+            sequence.pages, sequence.has_pages = tuple(pages), True
+            sequence.num_reserved = self._need(sequence) + 1
+            if sequence.num_tokens == sequence.num_prompt_tokens:  # else it had a place before
+                sequence.num_found = sequence.num_cached
             sequence.num_edits = None if self._prefix is None else self._prefix.count_edits()
             self.waiting.popleft()  # last, so that an interrupt loses no request
             yield sequence
@@ -120,12 +123,34 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence) -> Reserved | None:
         """Pages for a sequence; None where too few are free."""
-        need, prompt = sequence.max_length - 1, sequence.request.prompt_token_ids
+        need, prompt = self._need(sequence), sequence.token_ids
         if self._prefix is not None:
             is_scored = sequence.request.params.prompt_logprobs is not None  # all of the prompt is read, for its logits
             return self._prefix.reserve(prompt[:1] if is_scored else prompt, need)
         pages = self._cache.reserve(need)
         return None if pages is None else Reserved(pages, [], 0)
+
+    def _need(self, sequence: Sequence) -> int:
+        """Tokens that a sequence has pages for next."""
+        reserve = sequence.request.reserve
+        length = sequence.max_length if reserve is None else min(sequence.max_length, sequence.num_tokens + reserve)
+        return length - 1
+
+    def extended(self, sequence: Sequence) -> bool:
+        """Whether a sequence has pages for another token. Where it has few left, more are taken, if they are free."""
+        if sequence.num_reserved < sequence.max_length and sequence.num_remaining <= LEAST:
+            lacking = self._cache.pages_for(self._need(sequence)) - len(sequence.pages)
+            pages = (self._cache if self._prefix is None else self._prefix).more(max(0, lacking))
+            if pages is not None:
+                sequence.pages = (*sequence.pages, *pages)
+                sequence.num_reserved = self._need(sequence) + 1
+        return sequence.num_remaining > 0
+
+    def requeue(self, sequence: Sequence) -> None:
+        """Take back the pages of a sequence, which waits before all others, and reads its tokens anew."""
+        self.release(sequence)
+        sequence.pages, sequence.blocks, sequence.num_cached, sequence.has_pages = (), [], 0, False
+        self.waiting.appendleft(sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Take back the pages of a sequence that ended."""

@@ -78,7 +78,7 @@ class Executor:
         for _ in range(plan.num_rounds):
             draft = next_draft(rows, plan)
             yield (made := self.round(rows, draft))
-            if draft.plan.shadow is not None or any(row.is_finished for row in rows):
+            if draft.plan.shadow is not None or any(row.is_finished or row.num_remaining < 1 for row in rows):
                 return
             if plan.ledger is not None:
                 plan = replace(plan, ledger=plan.ledger.after(made))

@@ -141,6 +141,10 @@ class PagedCache:
             return None
         return [heapq.heappop(self._free) for _ in range(count)]
 
+    def more(self, count: int) -> list[int] | None:
+        """Take so many free pages; None where there are too few."""
+        return self.reserve(count * self.page_size)
+
     def release(self, pages: Sequence[int], written: int | None = None) -> None:
         """Zero pages and free them. They are zeroed since masked slots enter products, where a NaN would spread.
 

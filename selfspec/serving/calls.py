@@ -71,6 +71,7 @@ class Call:
         seconds: after which it is ended.
         drops_output: nobody wants new tokens: the engine decodes at least one, which is left out.
         streams: outputs are read while they grow, and not at the end alone.
+        reserve: see `LLMEngine.add_request`.
     """
 
     def __init__(
@@ -82,9 +83,10 @@ class Call:
         seconds: float,
         drops_output: bool = False,
         streams: bool = True,
+        reserve: int | None = None,
     ) -> None:
         self.name, self.prompts, self.params, self.streams = name, prompts, params, streams
-        self._max_length, self._drops_output = max_length, drops_output
+        self._max_length, self._drops_output, self.reserve = max_length, drops_output, reserve
         self.arrived = monotonic()
         self.deadline = self.arrived + seconds
         self.started: float | None = None  # when the first of its prompts got a place

@@ -134,7 +134,7 @@ class EngineLoop:
         for index, prompt in enumerate(call.prompts):
             name = f"{call.name}/{index}"
             try:
-                engine.add_request(name, prompt, call.params_of(index))
+                engine.add_request(name, prompt, call.params_of(index), call.reserve)
             except Exception as problem:
                 self._fail(engine, call, refusal_of(problem))
                 return

@@ -18,6 +18,7 @@ from selfspec.serving.refusal import Refusal, invalid
 from selfspec.serving.structured import NAMED, structured_outputs
 
 COMPLETION_TOKENS = 16  # of a completion whose client names no length, as OpenAI has it
+CHAT_TOKENS = 1024  # of an answer without a length, for which memory is taken at a time
 INT32 = (1 << 31) - 1
 MOST_STOPS = 64  # stop strings, which are all looked for after every token
 MOST_PARTS = 1 << 14  # prompts, messages, or parts of one: reading millions would hold up every other request

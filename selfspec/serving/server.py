@@ -25,6 +25,7 @@ from selfspec.serving.loop import refusal_of
 from selfspec.serving.messages import MessagesRequest, MessagesWriter
 from selfspec.serving.metrics import Metrics
 from selfspec.serving.protocol import (
+    CHAT_TOKENS,
     COMPLETION_TOKENS,
     ChatRequest,
     CompletionRequest,
@@ -195,7 +196,8 @@ class Server:
         prompt = await self.reader.chat(asked)
         length = self.reader.max_model_len - len(prompt) if asked.length is None else asked.length
         expected = await self.reader.prediction(asked)
-        call = self._call(kind, asked, [prompt], length, False, prediction=expected or None)
+        reserve = CHAT_TOKENS if asked.length is None else None
+        call = self._call(kind, asked, [prompt], length, False, reserve, prediction=expected or None)
         await self._check_grammar(asked, call)
         return call
 
@@ -221,6 +223,7 @@ class Server:
         prompts: Sequence[Sequence[int]],
         length: int,
         drops_output: bool,
+        reserve: int | None = None,
         **more: Any,
     ) -> Call:
         seed = secrets.randbits(62) if asked.seed is None else asked.seed
@@ -231,7 +234,7 @@ class Server:
         except ValueError as problem:
             raise refusal_of(problem) from problem
         name, limits = f"{kind}-{uuid4().hex}", (self.reader.max_model_len, self.config.request_timeout)
-        call = Call(name, prompts, params, *limits, drops_output, streams=bool(asked.stream))
+        call = Call(name, prompts, params, *limits, drops_output, bool(asked.stream), reserve)
         if self.config.log_prompts:
             _log.info("%s: %s", call.name, asked.model_dump_json(exclude_none=True))
         return call
