@@ -80,7 +80,7 @@ class Executor:
             yield (made := self.round(rows, draft))
             if draft.plan.shadow is not None or any(row.is_finished or row.num_remaining < 1 for row in rows):
                 return
-            if plan.ledger is not None:
+            if plan.ledger is not None and self.split.ranks is None:  # else ranks, whose clocks differ, would part
                 plan = replace(plan, ledger=plan.ledger.after(made))
             if clock.now() - begin >= deadline:
                 return

@@ -66,7 +66,7 @@ class CudaExecutor(Executor):
             yield (made := _output(draft, outputs, seconds))
             if all(row.is_finished for row in rows):
                 return
-            ledger = ledger and ledger.after(made)
+            ledger = ledger.after(made) if ledger is not None and self.split.ranks is None else None
             if ledger is not None and made.exit_layer is not None and ledger.layers > ledger.balance:
                 num_left = 0
             seconds = self.new_seconds()
