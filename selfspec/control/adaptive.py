@@ -42,8 +42,8 @@ SEED_SHARE = 0.01  # largest time for probing a prompt, as a share of the row's 
 UNKNOWN_ROUNDS = 4  # rounds between decisions while the layer that drafts has few observations
 FIRST, MOST_ROUNDS = 32, 256  # rounds between decisions: after the first one; the number doubles up to the most
 DECISION_SHARE = 0.003  # largest share of the time for decisions
-PLAIN_ROUNDS = 8, 4  # plain rounds that are measured at once: at first, and later
-PLAIN_EVERY = 16, 512  # rounds with drafts between them: at first; the number doubles up to the most
+PLAIN_ROUNDS = 1, 3  # plain rounds that are measured at once: at first, and later
+PLAIN_EVERY = 32, 512  # rounds with drafts between them: at first; the number doubles up to the most
 PROBE_EVERY = 16, 128  # rounds between probes of layers: at first; the number doubles up to the most
 PROBED_TOKENS, PROBED_ROWS = 20, 4  # probed positions per row, and rows per probe, at most
 SMOOTHING = 0.2  # of the moving average of a decision's seconds
@@ -265,6 +265,7 @@ class Adaptive(Policy):
         if self._round_costs_for != (num_rows, step, times):
             self._round_costs.move((step + 0.5) * CONTEXT_STEP)
             self._round_costs.times, self._round_costs_for = times, (num_rows, step, times)
+            times.calibrated_plain = self._round_costs.calibrated_plain
         return self._round_costs
 
     # ------------------------------------------------------------------------------------------------------- learning

@@ -147,7 +147,7 @@ class RoundCosts:
         self._more = costs.reading(rows, context)
         self._further = costs.reading(rows, context, 2) - self._more
         plain = costs.cached(("plain", rows), lambda: costs.plain_round(rows))
-        self._calibrated_plain = plain + costs.num_layers * self._more
+        self.calibrated_plain = plain + costs.num_layers * self._more
         self._rounds: dict[tuple[float, bool], Floats] = {}  # by drafter, relative to plain rounds
         self._found: Floats | None = None  # the same of rounds by lookup
 
@@ -155,7 +155,7 @@ class RoundCosts:
     def plain_seconds(self) -> float:
         """Seconds of a plain round."""
         measured = None if self.times is None else self.times.plain_seconds
-        return self._calibrated_plain if measured is None else measured
+        return self.calibrated_plain if measured is None else measured
 
     def rates(self, right: Floats, share: Floats, coverages: Floats) -> tuple[Floats, Floats]:
         """Tokens per second of all rows, `[drafters, L - 1, stops]`, and drafted tokens per row, `[L - 1, stops]`.
@@ -219,7 +219,7 @@ class RoundCosts:
         if self._found is None:
             drafted, seconds = self._costs.cached(("lookups", self.num_rows), self._lookup_rounds)
             reading = self._costs.num_layers * (self._more + self._further * drafted)
-            self._found = (seconds + reading) / self._calibrated_plain
+            self._found = (seconds + reading) / self.calibrated_plain
         relative = self._found if self.times is None else self.times.lookups(self._found)
         return self.plain_seconds * np.concatenate(((1.0,), relative))
 
@@ -229,7 +229,7 @@ class RoundCosts:
         if key not in self._rounds:
             terms = self._costs.cached(("rounds", self.num_rows, key[1]), lambda: self._terms(drafter.by_copies))
             factors = np.array((1.0, drafter.share, self._more, self._further))
-            self._rounds[key] = np.tensordot(factors, terms, 1) / self._calibrated_plain
+            self._rounds[key] = np.tensordot(factors, terms, 1) / self.calibrated_plain
         known = self._rounds[key]
         return self.plain_seconds * (known if self.times is None else self.times.drafts(drafter.key, known))
 

@@ -7,6 +7,7 @@ run are calibrated times, in proportion to the measured times of rounds like the
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Hashable
@@ -35,13 +36,21 @@ class Times:
     def __init__(self, shape: tuple[int, int], clock: TokenClock) -> None:
         self._shape, self._clock = shape, clock
         self._plain: deque[float] = deque(maxlen=PLAIN_READINGS)
+        self.calibrated_plain = math.inf
+        """Calibrated seconds of a plain round."""
         self._lookups = Decayed((2, len(LOOKUP_EDGES)), HALF_LIFE, clock)
         self._exits: dict[Hashable, Decayed] = {}  # by drafter
 
     @property
     def plain_seconds(self) -> float | None:
-        """Seconds of a plain round: the lower quartile of the last ones; None before one was measured."""
-        return sorted(self._plain)[len(self._plain) // 4] if self._plain else None
+        """Seconds of a plain round: the lower quartile of the last ones; None before one was measured.
+
+        While few were measured, no more than `calibrated_plain`.
+        """
+        if not self._plain:
+            return None
+        found = sorted(self._plain)[len(self._plain) // 4]
+        return found if len(self._plain) >= PLAIN_READINGS // 2 else min(found, self.calibrated_plain)
 
     def add_plain(self, seconds: float) -> None:
         """Count a plain round."""
