@@ -30,7 +30,7 @@ from selfspec.control.plan import (
 )
 from selfspec.control.planner import Decision, Evidence, could_pay, decide
 from selfspec.control.round_costs import MOST, MOST_FOUND, Drafters, RoundCosts, recorded_exits
-from selfspec.control.times import AllTimes, Times
+from selfspec.control.times import MOST_OFF, AllTimes, Times
 from selfspec.core import DRAFTERS, LOOKUP, Plan, RoundOutput, RowRound, Sequence, ShadowPicks
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ class Adaptive(Policy):
         count, before = len(rows), self.decision.exit_layer
         round_costs = self._costs_of(count, self.costs.context_of(self._context_lengths))
         plain = round_costs.plain_seconds
-        self.ledger = self.ledger._replace(plain_seconds=plain)
+        self.ledger = self.ledger._replace(plain_seconds=plain).entered(0.0)
         round_costs.most_seconds = plain + max(self.ledger.balance, self.ledger.most / 4)
         if self._layers and (self._is_evidence_new or self._decided_for != (count, self._has_processors)):
             self._is_evidence_new, self._decided_for = False, (count, self._has_processors)
@@ -290,17 +290,21 @@ class Adaptive(Policy):
         self._rounds_left -= 1
         self._probe_in -= 1
         self._since_plain += 1
-        num_drafted = sum([outcome.num_drafted for outcome in outcomes])
+        # What a round drafted, also beyond the end of a sequence: it took the time of all of it.
+        num_drafted = sum([max(outcome.num_drafted, len(outcome.drafted)) for outcome in outcomes])
+        prices, plain = self.ledger.lookups, self.ledger.plain_seconds
         if exit_layer is None:
             self._since_plain = 0
             if not is_first or times.plain_seconds is None:
                 times.add_plain(took)
         elif exit_layer == LOOKUP:
-            times.add_lookup(num_drafted, took)
+            expected = plain + prices[min(num_drafted, len(prices) - 1)]
+            times.add_lookup(num_drafted, min(took, MOST_OFF * expected))
         else:
             self._observe_draft(plan, exit_layer, outcomes)
             self._is_evidence_new = True
-            times.add_draft((plan.draft_vocab, plan.draft_bits), exit_layer, round(num_drafted / count), took)
+            drafter, length = (plan.draft_vocab, plan.draft_bits), round(num_drafted / count)
+            times.add_draft(drafter, exit_layer, length, min(took, MOST_OFF * (plain + self.ledger.layers)))
         for outcome in outcomes:
             if outcome.shadow is not None:
                 self.tracker.add_shadow(outcome.shadow)
@@ -309,7 +313,7 @@ class Adaptive(Policy):
                 drafted, right = outcome.num_drafted, outcome.num_accepted
                 self._ngrams.add(outcome.match_length, drafted, right, outcome.seq_id, outcome.source)
         ledger = self.ledger._replace(plain_seconds=times.plain_seconds or self.ledger.plain_seconds).after(round_)
-        self.ledger = ledger._replace(balance=ledger.balance - seconds.shadow)
+        self.ledger = ledger.entered(-seconds.shadow)
         self._context_lengths = [held + round(emitted) for held in self._context_lengths]
 
     def _observe_draft(self, plan: Plan, exit_layer: int, outcomes: list[RowRound]) -> None:

@@ -18,8 +18,9 @@ class Ledger(NamedTuple):
     """A balance in seconds, and the prices of rounds: what they lose if no drafted token is accepted.
 
     Decoding pays in `SHARE` of its time. A round that drafts pays in what plain decoding takes for its tokens and takes
-    out its own time. The balance is at most `most`, so that one good minute does not pay for a bad one. A round is run
-    only if the balance covers its price.
+    out its own time. The balance is at most `most`, so that one good minute does not pay for a bad one, and at least
+    minus that, so that one interruption does not end drafting for long. A round is run only if the balance covers its
+    price.
 
     So over T seconds, at least a window, the loss is at most SHARE * T + `most` <= 2 * SHARE * T, whatever is accepted,
     and in addition what rounds took beyond their expected time. Compiled programs have the same rules (`program.cpp`).
@@ -49,4 +50,8 @@ class Ledger(NamedTuple):
         took = took if took > 0 else 0.0  # also of a clock that runs backwards
         if round_.exit_layer is not None and rows:
             gained = sum([len(row.token_ids) for row in rows]) / len(rows) * self.plain_seconds - took
-        return self._replace(balance=min(self.balance + SHARE * took + gained, self.most))
+        return self.entered(SHARE * took + gained)
+
+    def entered(self, seconds: float) -> Ledger:
+        """The ledger after a gain, or a loss if negative. It is never overdrawn by more than `most`."""
+        return self._replace(balance=max(-self.most, min(self.balance + seconds, self.most)))

@@ -100,7 +100,7 @@ def table(
     if not (needs < np.arange(len(needs))).any():
         return None  # slower even if every draft were accepted
     chances = np.cumprod(np.array(rates)[:, _BINS], 2)  # [rows, bins, MOST_FOUND]: all tokens so far are accepted
-    shared = min(most, min(MOST_PACKED, costs.most_found) // count)
+    shared = min(most, MOST_PACKED // count)  # the ledger cuts what all rows draft
     lengths, gains = _single(chances, seconds, needs, most) if count == 1 else _shared(chances, seconds, usual, shared)
     if not lengths.any():
         return None

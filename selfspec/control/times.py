@@ -59,7 +59,8 @@ class Times:
 
     def add_lookup(self, num_drafted: int, seconds: float) -> None:
         """Count a round by lookup; `num_drafted`: tokens of all rows."""
-        self._add(self._lookups, bisect_right(LOOKUP_EDGES, num_drafted) - 1, seconds)
+        if num_drafted > 0:
+            self._add(self._lookups, bisect_right(LOOKUP_EDGES, num_drafted) - 1, seconds)
 
     def add_draft(self, drafter: Hashable, exit_layer: int, num_drafted: int, seconds: float) -> None:
         """Count a round that layers drafted; `num_drafted`: tokens per row."""
@@ -83,7 +84,7 @@ class Times:
         bins = _BINS[: len(calibrated)]
         typical = calibrated[np.minimum(_FIRST, len(calibrated) - 1)]
         usual = calibrated * _factor(ratios, readings * typical)
-        return np.asarray((ratios[bins] + CALIBRATED * usual) / (readings[bins] + CALIBRATED))
+        return np.maximum.accumulate((ratios[bins] + CALIBRATED * usual) / (readings[bins] + CALIBRATED))
 
     def drafts(self, drafter: Hashable, calibrated: Floats) -> Floats:
         """Relative seconds of rounds that layers draft, `[exit layers, draft lengths]`; `calibrated`: the same."""

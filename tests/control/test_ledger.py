@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 
 import numpy as np
 import pytest
@@ -28,6 +29,17 @@ def test_a_round_that_drafts_pays_in_the_plain_time_of_its_tokens_and_every_roun
     assert entered(ledger, LOOKUP, 0.003, 1, 4).balance == pytest.approx(0.001 + SHARE * 0.003 + 2.5 * 0.002 - 0.003)
     assert entered(ledger, 3, 0.001, 100).balance == ledger.most == pytest.approx(SHARE * SECONDS)
     assert Ledger(0.0, plain_seconds=1.0).most == pytest.approx(SHARE * ROUNDS)
+
+
+def test_an_interruption_does_not_end_drafting_for_long():
+    ledger = entered(Ledger(0.001, plain_seconds=0.002), 3, 5.0, 1)
+    assert ledger.balance == -ledger.most
+    costs = even_costs()
+    calls = count()
+    rounds = play(
+        Adaptive(costs, drafters=["exit"]), costs, 4000, slower=lambda plan: 1e4 if next(calls) == 200 else 1.0
+    )
+    assert sum(one.exit_layer is not None for one in rounds[2500:]) > 1000
 
 
 def test_drafts_by_lookup_are_cut_to_what_the_balance_covers():

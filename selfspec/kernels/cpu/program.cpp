@@ -142,7 +142,7 @@ class Run {
             int64_t emitted = std::accumulate(v.num_emitted, v.num_emitted + rows, int64_t(0));
             gained = p.plain_seconds * double(emitted) / double(rows) - seconds;
         }
-        p.balance = std::min(p.balance + p.share * seconds + gained, p.most_balance);
+        p.balance = std::max(-p.most_balance, std::min(p.balance + p.share * seconds + gained, p.most_balance));
     }
 
     // Advance the rows to the next round. Returns whether there may be one.
