@@ -45,7 +45,6 @@ DECISION_SHARE = 0.003  # largest share of the time for decisions
 PLAIN_ROUNDS = 1, 3  # plain rounds that are measured at once: at first, and later
 PLAIN_EVERY = 32, 512  # rounds with drafts between them: at first; the number doubles up to the most
 PROBE_EVERY = 16, 256  # rounds between probes of layers: at first; the number doubles up to the most
-PROBE_DECIDES = 64  # a decision follows a probe at once while they are no further apart
 PROBED_TOKENS, PROBED_ROWS = 20, 4  # probed positions per row, and rows per probe, at most
 SMOOTHING = 0.2  # of the moving average of a decision's seconds
 
@@ -277,7 +276,7 @@ class Adaptive(Policy):
             self._observe(plan, round_, is_first=at == 0 and len(rounds) > 1)
         if self._has_decided:
             self._decision_seconds += (SMOOTHING if self._decision_seconds else 1.0) * (own - self._decision_seconds)
-        if plan.shadow is not None and self._probe_interval <= PROBE_DECIDES:
+        if plan.shadow is not None:
             self._rounds_left = 0  # decide with the new statistics
 
     def _observe(self, plan: Plan, round_: RoundOutput, is_first: bool) -> None:
