@@ -30,7 +30,7 @@ from selfspec.control.plan import (
 )
 from selfspec.control.planner import Decision, Evidence, could_pay, decide
 from selfspec.control.round_costs import MOST, MOST_FOUND, Drafters, RoundCosts, recorded_exits
-from selfspec.control.times import MOST_OFF, AllTimes, Times
+from selfspec.control.times import MOST_OFF, PLAIN_EVERY, AllTimes, Times
 from selfspec.core import DRAFTERS, LOOKUP, Plan, RoundOutput, RowRound, Sequence, ShadowPicks
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ UNKNOWN_ROUNDS = 4  # rounds between decisions while the layer that drafts has f
 FIRST, MOST_ROUNDS = 32, 256  # rounds between decisions: after the first one; the number doubles up to the most
 DECISION_SHARE = 0.003  # largest share of the time for decisions
 PLAIN_ROUNDS = 1, 3  # plain rounds that are measured at once: at first, and later
-PLAIN_EVERY = 32, 512  # rounds with drafts between them: at first; the number doubles up to the most
 PROBE_EVERY = 16, 256  # rounds between probes of layers: at first; the number doubles up to the most
 PROBED_TOKENS, PROBED_ROWS = 20, 4  # probed positions per row, and rows per probe, at most
 SMOOTHING = 0.2  # of the moving average of a decision's seconds
@@ -100,7 +99,6 @@ class Adaptive(Policy):
         self._context_lengths: abc.Sequence[int] = (0,)  # tokens per row
         self._rounds_left, self._interval = 0, FIRST  # rounds to the next decision, and from it to the one after
         self._probe_in, self._probe_interval, self._next_row = 0, PROBE_EVERY[0], 0
-        self._since_plain, self._plain_interval = 0, PLAIN_EVERY[0]  # rounds since the last plain one; the most
         self._decision_seconds = 0.0  # moving average of the policy's own time in a step with a decision
         self._decided_for = 0, False  # rows, and whether any has processors, of the last decision about layers
         self._is_evidence_new = True  # whether layers were judged since the last decision about them
@@ -161,10 +159,10 @@ class Adaptive(Policy):
         times = self._all_times.of(count, self.costs.context_of(self._context_lengths))
         self._has_decided = False
         if times.plain_seconds is None:
-            self._rounds_left, self._plain_interval = 0, PLAIN_EVERY[0]
+            self._rounds_left = 0
             return Plan(None, (0,) * count, num_rounds=PLAIN_ROUNDS[0], speedup=1.0)
-        if self._since_plain >= self._plain_interval:
-            self._rounds_left, self._plain_interval = 0, min(2 * self._plain_interval, PLAIN_EVERY[1])
+        if times.since_plain >= times.plain_interval:
+            self._rounds_left, times.plain_interval = 0, min(2 * times.plain_interval, PLAIN_EVERY[1])
             return Plan(None, (0,) * count, num_rounds=PLAIN_ROUNDS[1], speedup=1.0)
         if self._rounds_left <= 0 or is_other:
             self._has_processors = has_processors
@@ -172,7 +170,7 @@ class Adaptive(Policy):
         shadow = self._probe(count)
         num_rounds, ledger = max(1, self._rounds_left), self.ledger
         if self.decision.exit_layer is not None:  # all rounds draft
-            num_rounds = max(1, min(num_rounds, self._plain_interval - self._since_plain))
+            num_rounds = max(1, min(num_rounds, times.plain_interval - times.since_plain))
         if shadow is not None and self.costs.recorded is not None:
             return Plan(None, (0,) * count, shadow=shadow, speedup=1.0)
         if shadow is None and self._probed:
@@ -289,12 +287,12 @@ class Adaptive(Policy):
         self.tracker.pass_time(emitted)
         self._rounds_left -= 1
         self._probe_in -= 1
-        self._since_plain += 1
+        times.since_plain += 1
         # What a round drafted, also beyond the end of a sequence: it took the time of all of it.
         num_drafted = sum([max(outcome.num_drafted, len(outcome.drafted)) for outcome in outcomes])
         prices, plain = self.ledger.lookups, self.ledger.plain_seconds
         if exit_layer is None:
-            self._since_plain = 0
+            times.since_plain = 0
             if not is_first or times.plain_seconds is None:
                 times.add_plain(took)
         elif exit_layer == LOOKUP:

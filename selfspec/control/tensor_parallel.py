@@ -23,6 +23,7 @@ class RankZeroPolicy(Policy):
 
     def __init__(self, inner: Policy, leads: bool, agreed: Callable[[Any], Any]) -> None:
         self.inner, self._leads, self._agreed = inner, leads, agreed
+        self.most_forced = inner.most_forced
 
     def plan(self, rows: list[Sequence]) -> Plan:
         return self._from_rank_zero(lambda: self.inner.plan(rows))

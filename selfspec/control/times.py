@@ -18,6 +18,7 @@ from selfspec.control.acceptance import Decayed, Floats, TokenClock
 
 # Plain rounds whose times are kept. The first rounds after a prompt, and those that other processes delay, take longer.
 PLAIN_READINGS = 16
+PLAIN_EVERY = 32, 512  # rounds between plain ones, while drafts run: at first; the number doubles up to the most
 HALF_LIFE = 1024.0  # of readings of other rounds, in emitted tokens per row
 CALIBRATED = 1.0  # readings that a calibrated time counts as
 LOOKUP_EDGES = (1, 2, 3, 4, 5, 6, 8, 12, 18, 32, 64, 96, 128, 192)  # least drafted tokens of all rows, by bin
@@ -38,6 +39,8 @@ class Times:
         self._plain: deque[float] = deque(maxlen=PLAIN_READINGS)
         self.calibrated_plain = math.inf
         """Calibrated seconds of a plain round."""
+        self.since_plain, self.plain_interval = 0, PLAIN_EVERY[0]
+        """Rounds since the last plain one, and after how many plain rounds are measured again."""
         self._lookups = Decayed((2, len(LOOKUP_EDGES)), HALF_LIFE, clock)
         self._exits: dict[Hashable, Decayed] = {}  # by drafter
 
