@@ -198,7 +198,7 @@ class Adaptive(Policy):
         return ShadowPlan(layers, picked, 1 if self.costs.recorded is not None else PROBED_TOKENS)
 
     def _probe_price(self, layers: tuple[int, ...], num_positions: int) -> float:
-        return self.ledger.layers + self._decision_seconds + self.costs.shadow(len(layers), num_positions)
+        return self.ledger.layers + self.costs.shadow(len(layers), num_positions)
 
     def _decide(self, rows: list[Sequence], is_other: bool) -> None:
         """Choose how layers draft, and draft lengths by match length."""
