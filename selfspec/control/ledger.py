@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 SHARE = 0.0085
 """The share of decoding time that drafting may lose. Decisions take up to .003 of it in addition."""
+OVERRUN = 1.25
+"""A round that drafts is charged with at most so many times its expected time; others delay plain rounds, too."""
 SECONDS, ROUNDS = 1.0, 64
 """A window: so many seconds, or so many plain rounds where these take longer."""
 
@@ -49,6 +51,9 @@ class Ledger(NamedTuple):
         took, rows, gained = round_.seconds.decoding, round_.rows, 0.0
         took = took if took > 0 else 0.0  # also of a clock that runs backwards
         if round_.exit_layer is not None and rows:
+            drafted = sum([row.num_drafted for row in rows])
+            price = self.layers if round_.exit_layer else self.lookups[min(drafted, len(self.lookups) - 1)]
+            took = min(took, OVERRUN * (self.plain_seconds + price))
             gained = sum([len(row.token_ids) for row in rows]) / len(rows) * self.plain_seconds - took
         return self.entered(SHARE * took + gained)
 

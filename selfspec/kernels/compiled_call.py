@@ -137,7 +137,7 @@ class Program(Structure):
 
     _fields_ = (
         *_all("rounds", c_int64),
-        *_all("seconds balance share most_balance plain_seconds layers_price", c_double),
+        *_all("seconds balance share most_balance overrun plain_seconds layers_price", c_double),
         *_all("prices", c_void_p),
         *_all("num_prices", c_int64),
         *_all("capacities ends stops indices others sources", c_void_p),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from selfspec.control.ledger import SHARE, Ledger
+from selfspec.control.ledger import OVERRUN, SHARE, Ledger
 from selfspec.executors.cpu.body import FEW, CompiledBody
 from selfspec.executors.cpu.grammars import ProgramGrammars
 from selfspec.executors.cpu.packed import Packed, PackedExitHead
@@ -267,6 +267,7 @@ class Buffers:
         if ledger.lookups is not self._prices[0]:
             self._prices = ledger.lookups, doubles(ledger.lookups)
         program.balance, program.share, program.most_balance = ledger.balance, SHARE, ledger.most
+        program.overrun = OVERRUN
         program.plain_seconds, program.layers_price = ledger.plain_seconds, ledger.layers
         program.prices, program.num_prices = ctypes.addressof(self._prices[1]), len(ledger.lookups)
 

@@ -16,7 +16,7 @@ struct Program {
     int64_t rounds;               // maximum
     double seconds;               // no further round begins later
     // What drafts may lose, see `selfspec.control.ledger.Ledger`. prices: [num_prices]
-    double balance, share, most_balance, plain_seconds, layers_price;
+    double balance, share, most_balance, overrun, plain_seconds, layers_price;
     const double* prices;
     int64_t num_prices;
     int64_t* capacities;          // [num_rows]: tokens that each row may still draft; updated
@@ -140,6 +140,9 @@ class Run {
         double gained = 0;
         if (std::any_of(v.counts, v.counts + rows, [](int64_t drafted) { return drafted != 0; })) {
             int64_t emitted = std::accumulate(v.num_emitted, v.num_emitted + rows, int64_t(0));
+            int64_t drafted = std::accumulate(v.counts, v.counts + rows, int64_t(0));
+            double price = v.exit_layer ? p.layers_price : p.prices[std::min(drafted, p.num_prices - 1)];
+            seconds = std::min(seconds, p.overrun * (p.plain_seconds + price));
             gained = p.plain_seconds * double(emitted) / double(rows) - seconds;
         }
         p.balance = std::max(-p.most_balance, std::min(p.balance + p.share * seconds + gained, p.most_balance));
