@@ -21,21 +21,19 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-import yaml
 
 from eval import measurement
 from eval.config import FOLDER, config_of, parser_of
 from eval.figures import drawing, table
 from eval.models import decode, open_llm, with_policy
 from eval.questions import encode, read_questions
-from eval.records import append_line, read_lines, write_file
+from eval.records import append_line, read_lines, resume, write_file
 from selfspec import LLM
 from selfspec.core import RoundOutput
-from train.configuration import as_plain, check, check_known, check_least, differences, flags_given, option
+from train.configuration import check, check_known, check_least, flags_given, option
 
 COLD, WARM = "cold", "warm"
 FEWEST = 6  # pairs of a cell
-NORMAL = 1.96  # standard errors of half a 95 % interval
 NOT_RECORDED = ("output", "models", "threads", "rows", "texts", "temperatures", "starts", "seconds")
 COLUMNS = (
     "model",
@@ -104,7 +102,10 @@ class Found(NamedTuple):
     def interval(self) -> tuple[float, float, float]:
         """Geometric mean and 95 % interval."""
         logs = [math.log(ratio) for ratio in self.ratios]
-        half = NORMAL * stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.inf
+        from scipy.stats import t  # slow to import
+
+        degrees = len(logs) - 1
+        half = t.ppf(0.975, degrees) * stdev(logs) / math.sqrt(len(logs)) if degrees else math.inf
         return math.exp(fmean(logs)), math.exp(fmean(logs) - half), math.exp(fmean(logs) + half)
 
     @property
@@ -131,12 +132,7 @@ class Session:
 
     def __init__(self, config: GuardConfig) -> None:
         self.config, self.folder, self._start = config, Path(config.output), perf_counter()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        record = self.folder / "config.yaml"
-        old = yaml.safe_load(record.read_text("utf-8")) if record.exists() else as_plain(config)
-        differ = differences(old, config, NOT_RECORDED)
-        check(not differ, "output", f"a folder of a run with the same {', '.join(differ)}", str(self.folder))
-        write_file(record, yaml.safe_dump(as_plain(config), sort_keys=False))
+        resume(self.folder, config, NOT_RECORDED)
         self.lines = read_lines(self.folder / "cells.jsonl", repair=True)
 
     @property
@@ -205,10 +201,10 @@ def measured(llm: LLM, cell: Cell, config: GuardConfig) -> Found:
     found, begun = Found([], True), perf_counter()
     for number in count():
         batch = [prompts[(number * cell.rows + i) % len(prompts)] for i in range(cell.rows)]
-        policy = kept if cell.start == WARM else with_policy(llm, max_num_seqs=cell.rows)
         if number == 0:  # not timed
-            decode(plain, batch, 8)
-            decode(policy, batch, 8)
+            for one in (plain, with_policy(llm, max_num_seqs=cell.rows)):
+                decode(one, batch, 8)
+        policy = kept if cell.start == WARM else with_policy(llm, max_num_seqs=cell.rows)
         pair = (plain, policy) if number % 2 else (policy, plain)
         with measurement.no_garbage_collection():
             done = {id(one): _decoded(one, batch, cell, config.tokens, number) for one in pair}

@@ -25,6 +25,7 @@ from eval.answers import Row
 from eval.config import as_record
 from eval.methods import file_name
 from selfspec.files import write_whole
+from train.configuration import as_plain, check, differences
 
 try:
     import fcntl
@@ -109,6 +110,23 @@ def read_object(path: Path) -> Row:
     if not isinstance(content, dict):
         raise ValueError(f"{path} is no JSON object")
     return content
+
+
+def resume(folder: Path, config: Any, may_change: Sequence[str]) -> None:
+    """Begin a run in a folder, or go on with the one that is there.
+
+    Args:
+        may_change: keys that may differ from those of the run so far.
+
+    Raises:
+        ValueError: the folder holds a run of another configuration.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    record = folder / "config.yaml"
+    old = yaml.safe_load(record.read_text("utf-8")) if record.exists() else as_plain(config)
+    differ = differences(old, config, may_change)
+    check(not differ, "output", f"a folder of a run with the same {', '.join(differ)}", str(folder))
+    write_file(record, yaml.safe_dump(as_plain(config), sort_keys=False))
 
 
 class RunFolder:

@@ -19,16 +19,14 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import yaml
-
 from eval import measurement
 from eval.config import config_of, parser_of
-from eval.records import append_line, read_lines, write_file
+from eval.records import append_line, read_lines, resume, write_file
 from eval.shapes import SHAPES
 from eval.sizes_gguf import FILE_TYPES, FOLDER
 from eval.sizes_table import LLAMA_CPP, OURS, TRANSFORMERS, Cell, cell_of, render
 from selfspec.kernels.machine import cache_folder
-from train.configuration import as_plain, check, check_known, check_least, differences, flags_given, option
+from train.configuration import check, check_known, check_least, flags_given, option
 
 NOT_RECORDED = ("output", "files", "shapes", "types", "threads")  # they may change on resuming
 
@@ -72,13 +70,8 @@ class Session:
 
     def __init__(self, config: SizesConfig) -> None:
         self.config, self.folder, self._start = config, Path(config.output), perf_counter()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        resume(self.folder, config, NOT_RECORDED)
         Path(config.files).mkdir(parents=True, exist_ok=True)
-        record = self.folder / "config.yaml"
-        old = yaml.safe_load(record.read_text("utf-8")) if record.exists() else as_plain(config)
-        differ = differences(old, config, NOT_RECORDED)
-        check(not differ, "output", f"a folder of a run with the same {', '.join(differ)}", str(self.folder))
-        write_file(record, yaml.safe_dump(as_plain(config), sort_keys=False))
         self.rows = read_lines(self.folder / "cells.jsonl", repair=True)
         self._done_seconds = self._done_bytes = 0.0
 

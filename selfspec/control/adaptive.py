@@ -175,8 +175,8 @@ class Adaptive(Policy):
             return Plan(None, (0,) * count, shadow=shadow, speedup=1.0)
         if shadow is None and self._probed:
             num_rounds = min(num_rounds, max(1, self._probe_in))
-        if self.decision.exit_layer is not None and ledger.layers > ledger.balance:
-            wait = (ledger.layers - ledger.balance) / (SHARE * times.plain_seconds)
+        if self.decision.exit_layer is not None and not ledger.covers_layers:
+            wait = (ledger.layers_price - ledger.balance) / (SHARE * times.plain_seconds)
             num_rounds = min(num_rounds, max(1, math.ceil(wait)))
         return self.decision.plan(count, num_rounds, self._most, self._lookups, shadow, ledger)
 
@@ -198,7 +198,7 @@ class Adaptive(Policy):
         return ShadowPlan(layers, picked, 1 if self.costs.recorded is not None else PROBED_TOKENS)
 
     def _probe_price(self, layers: tuple[int, ...], num_positions: int) -> float:
-        return self.ledger.layers + self.costs.shadow(len(layers), num_positions)
+        return self.ledger.layers_price + self.costs.shadow(len(layers), num_positions)
 
     def _decide(self, rows: list[Sequence], is_other: bool) -> None:
         """Choose how layers draft, and draft lengths by match length."""
@@ -207,7 +207,8 @@ class Adaptive(Policy):
         plain = round_costs.plain_seconds
         self.ledger = self.ledger._replace(plain_seconds=plain).entered(0.0)
         round_costs.most_seconds = plain + max(self.ledger.balance, self.ledger.most / 4)
-        if self._layers and (self._is_evidence_new or self._decided_for != (count, self._has_processors)):
+        is_settled = self.decision.exit_layer is None and not self._is_evidence_new
+        if self._layers and not (is_settled and self._decided_for == (count, self._has_processors)):
             self._is_evidence_new, self._decided_for = False, (count, self._has_processors)
             right, share = self.tracker.estimates()
             evidence = Evidence(right, share, self.tracker.lasting.sum((0, 2)), self._agreement.ratios())
@@ -217,7 +218,7 @@ class Adaptive(Policy):
                 self.decision = decide(now, round_costs, among, self._layers, evidence)
                 if self.decision.drafter.draft_vocab is None:
                     break
-        elif self.decision.exit_layer is None:
+        else:
             self.decision = self.decision._replace(usual=count / plain)
         self._lookups = self._table(rows, round_costs) if self._looks_up else None
         self._rows = [row.identity for row in rows]  # last, so that an interrupted decision is made again
@@ -244,7 +245,7 @@ class Adaptive(Policy):
             decision = self.decision = decision._replace(most=max(1, min(decision.most, affordable)))
             price = decision.rounds[min(decision.most, self._most)] - plain
         prices = (0.0,) if self._lookups is None else tuple((round_costs.lookups() - plain).tolist())
-        self.ledger = self.ledger._replace(lookups=prices, layers=price)
+        self.ledger = self.ledger._replace(lookup_prices=prices, layers_price=price)
 
     def _table(self, rows: list[Sequence], round_costs: RoundCosts) -> LookupTable | None:
         rates = []
@@ -290,7 +291,7 @@ class Adaptive(Policy):
         times.since_plain += 1
         # What a round drafted, also beyond the end of a sequence: it took the time of all of it.
         num_drafted = sum([max(outcome.num_drafted, len(outcome.drafted)) for outcome in outcomes])
-        prices, plain = self.ledger.lookups, self.ledger.plain_seconds
+        prices, plain = self.ledger.lookup_prices, self.ledger.plain_seconds
         if exit_layer is None:
             times.since_plain = 0
             if not is_first or times.plain_seconds is None:
@@ -302,7 +303,7 @@ class Adaptive(Policy):
             self._observe_draft(plan, exit_layer, outcomes)
             self._is_evidence_new = True
             drafter, length = (plan.draft_vocab, plan.draft_bits), round(num_drafted / count)
-            times.add_draft(drafter, exit_layer, length, min(took, MOST_OFF * (plain + self.ledger.layers)))
+            times.add_draft(drafter, exit_layer, length, min(took, MOST_OFF * (plain + self.ledger.layers_price)))
         for outcome in outcomes:
             if outcome.shadow is not None:
                 self.tracker.add_shadow(outcome.shadow)

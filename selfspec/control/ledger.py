@@ -25,23 +25,30 @@ class Ledger(NamedTuple):
     price.
 
     So over T seconds, at least a window, the loss is at most SHARE * T + `most` <= 2 * SHARE * T, whatever is accepted,
-    and in addition what rounds took beyond their expected time. Compiled programs have the same rules (`program.cpp`).
+    if rounds take what their prices say. What they take beyond that comes on top: up to `OVERRUN` it is charged, beyond
+    it is not, until the times of such rounds, and so their prices, have been measured. Compiled programs have the same
+    rules (`program.cpp`).
     """
 
     balance: float
     plain_seconds: float  # of a plain round of the rows
-    lookups: tuple[float, ...] = (0.0,)  # prices of rounds by lookup, by drafted tokens of all rows; the last: of more
-    layers: float = 0.0  # price of a round that layers draft
+    lookup_prices: tuple[float, ...] = (0.0,)  # by drafted tokens of all rows; the last: of more
+    layers_price: float = 0.0  # of a round that layers draft
 
     @property
     def most(self) -> float:
         """The largest balance."""
         return SHARE * max(SECONDS, ROUNDS * self.plain_seconds)
 
+    @property
+    def covers_layers(self) -> bool:
+        """Whether a round that layers draft may run."""
+        return self.layers_price <= self.balance
+
     def cut(self, drafted: Sequence[int]) -> list[int]:
         """Drafted tokens per row, cut to the longest drafts by lookup that the balance covers."""
-        cut, last = [*drafted], len(self.lookups) - 1
-        while (total := sum(cut)) and self.lookups[min(total, last)] > self.balance:
+        cut, last = [*drafted], len(self.lookup_prices) - 1
+        while (total := sum(cut)) and self.lookup_prices[min(total, last)] > self.balance:
             longest = max(cut) - 1
             cut = [min(length, longest) for length in cut]
         return cut
@@ -52,7 +59,8 @@ class Ledger(NamedTuple):
         took = took if took > 0 else 0.0  # also of a clock that runs backwards
         if round_.exit_layer is not None and rows:
             drafted = sum([row.num_drafted for row in rows])
-            price = self.layers if round_.exit_layer else self.lookups[min(drafted, len(self.lookups) - 1)]
+            found = self.lookup_prices[min(drafted, len(self.lookup_prices) - 1)]
+            price = self.layers_price if round_.exit_layer else found
             took = min(took, OVERRUN * (self.plain_seconds + price))
             gained = sum([len(row.token_ids) for row in rows]) / len(rows) * self.plain_seconds - took
         return self.entered(SHARE * took + gained)

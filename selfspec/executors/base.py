@@ -108,7 +108,7 @@ def next_draft(rows: list[Sequence], plan: Plan) -> RoundDraft:
 
 def next_exit(rows: list[Sequence], plan: Plan) -> int | None:
     """The layer that drafts in rounds without lookup; None if no layer drafts or no row may emit a drafted token."""
-    if not plan.exit_layer or (plan.ledger is not None and plan.ledger.layers > plan.ledger.balance):
+    if not plan.exit_layer or (plan.ledger is not None and not plan.ledger.covers_layers):
         return None
     has_room = any(length and row.num_remaining > 1 for length, row in zip(plan.draft_lengths, rows, strict=True))
     return plan.exit_layer if has_room or not any(plan.draft_lengths) else None

@@ -113,6 +113,12 @@ def even_costs(head=2e-5, rows=(1, 4)):
     return Costs(LAYERS, plain, early, late, head=one, pick=few, rest=few, short=few, context=1e-7)
 
 
+def on_slower_machine(costs, factor):
+    """Costs where all layers take `factor` times as long."""
+    early, late = ({rows: table.scaled(factor) for rows, table in part.items()} for part in (costs.early, costs.late))
+    return replace(costs, plain=costs.plain.scaled(factor), early=early, late=late)
+
+
 def with_dear_contexts(costs):
     """Costs where reading the KV cache is slow for many rows and for many tokens of a row."""
     contexts, widths = {4: Table((0, 128, 256), (0.0, 4e-4, 1e-3))}, Table((1, 4), (8e-7, 2e-6))
@@ -154,7 +160,7 @@ def play(policy, costs, num_rounds, right=lambda plan, n: n, slower=lambda plan:
             table = table_of(plan) if lookup is not None else None
             given = [lookup.match] if lookup is not None else [], [row.num_remaining - 1]
             found = table.drafted(*given, ledger=ledger) if table is not None else None
-            may_draft = ledger is None or ledger.layers <= ledger.balance
+            may_draft = ledger is None or ledger.covers_layers
             exit_layer = LOOKUP if found else plan.exit_layer if may_draft and plan.exit_layer else None
             n = min(most, (found or plan.draft_lengths)[0]) if exit_layer is not None else 0
             kept, layers, shadow = right(plan, n) if n else 0, (), None
@@ -220,7 +226,7 @@ def decode(policy, costs, all_texts, true_costs=None):
         plan, rounds = policy.plan(rows), []
         ledger = plan.ledger
         while len(rounds) < plan.num_rounds and all(places[row.seq_id] < ends[row.seq_id] for row in rows):
-            now = replace(plan, exit_layer=None) if ledger and ledger.layers > ledger.balance else plan
+            now = replace(plan, exit_layer=None) if ledger and not ledger.covers_layers else plan
             drafted, confidences = draft(now, rows, all_texts, places, rng)
             outcomes = []
             for i, (row, n) in enumerate(zip(rows, drafted, strict=True)):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.ledger import ROUNDS, SECONDS, SHARE, Ledger
 from selfspec.core import LOOKUP, Plan, RoundOutput, StageSeconds
-from tests.control.rounds import Match, Tally, even_costs, play, row_round, sequence
+from tests.control.rounds import Match, Tally, even_costs, on_slower_machine, play, row_round, sequence
 from tests.helpers import Always
 
 
@@ -23,7 +23,7 @@ def entered(ledger, exit_layer, took, *emitted):
 
 
 def test_a_round_that_drafts_pays_in_the_plain_time_of_its_tokens_and_every_round_a_share_of_its_own():
-    ledger = Ledger(0.001, plain_seconds=0.002, lookups=(0.0, 0.01), layers=0.01)
+    ledger = Ledger(0.001, plain_seconds=0.002, lookup_prices=(0.0, 0.01), layers_price=0.01)
     assert entered(ledger, None, 0.002, 1).balance == pytest.approx(0.001 + SHARE * 0.002)
     assert entered(ledger, 3, 0.005, 1).balance == pytest.approx(0.001 + SHARE * 0.005 - 0.003)
     assert entered(ledger, LOOKUP, 0.003, 1, 4).balance == pytest.approx(0.001 + SHARE * 0.003 + 2.5 * 0.002 - 0.003)
@@ -42,8 +42,17 @@ def test_an_interruption_does_not_end_drafting_for_long():
     assert sum(one.exit_layer is not None for one in rounds[2500:]) > 1000
 
 
+def test_a_machine_that_becomes_faster_goes_on_drafting():
+    """The prices of rounds fall with the times of plain rounds."""
+    costs = even_costs()
+    policy = Adaptive(costs, drafters=["exit"])
+    play(policy, on_slower_machine(costs, 20.0), 100)
+    rounds = play(policy, costs, 3000)[1000:]
+    assert sum(one.exit_layer is not None for one in rounds) > 1500
+
+
 def test_drafts_by_lookup_are_cut_to_what_the_balance_covers():
-    ledger = Ledger(2.5, 1.0, lookups=(0.0, 1.0, 2.0, 3.0, 4.0))
+    ledger = Ledger(2.5, 1.0, lookup_prices=(0.0, 1.0, 2.0, 3.0, 4.0))
     assert ledger.cut([1, 0]) == [1, 0] and ledger.cut([9]) == [2] and ledger.cut([5, 1]) == [1, 1]
     assert ledger._replace(balance=0.5).cut([3, 3]) == [0, 0]
 
@@ -77,13 +86,7 @@ class Erratic(Match):
 )
 def test_over_any_window_the_loss_is_at_most_a_fiftieth_whatever_is_accepted(seed, dear, slow, streak, right):
     """In streaks of rounds all or no drafted tokens are right, and rounds that draft take `dear` times the table's."""
-    rng, costs = np.random.default_rng(seed), even_costs()
-    costs = replace(
-        costs,
-        plain=costs.plain.scaled(slow),
-        early={rows: table.scaled(slow) for rows, table in costs.early.items()},
-        late={rows: table.scaled(slow) for rows, table in costs.late.items()},
-    )
+    rng, costs = np.random.default_rng(seed), on_slower_machine(even_costs(), slow)
     policy, taken, lost, beyond = Adaptive(costs), [], [], [0.0]
     observe = policy.observe
 
@@ -94,7 +97,7 @@ def test_over_any_window_the_loss_is_at_most_a_fiftieth_whatever_is_accepted(see
             taken.append(took)
             lost.append(took - row.num_emitted * costs.plain_round(1))
             if ledger is not None and round_.exit_layer is not None:
-                price = ledger.layers if round_.exit_layer else ledger.lookups[row.num_drafted]
+                price = ledger.layers_price if round_.exit_layer else ledger.lookup_prices[row.num_drafted]
                 beyond.append(took - price - ledger.plain_seconds)
         observe(plan, rounds)
 
@@ -118,5 +121,5 @@ def test_executors_draft_only_what_the_ledger_covers(balance):
     rows = [sequence(0, 50, 20)]
     from selfspec.executors.base import next_draft
 
-    drafted = next_draft(rows, replace(plan, ledger=Ledger(balance, 1.0, layers=0.5))).plan
+    drafted = next_draft(rows, replace(plan, ledger=Ledger(balance, 1.0, layers_price=0.5))).plan
     assert drafted.exit_layer == (2 if balance else None) and isinstance(drafted, Plan)

@@ -264,12 +264,12 @@ class Buffers:
         if ledger is None:
             program.balance, program.layers_price, program.prices = 0.0, 0.0, None
             return
-        if ledger.lookups is not self._prices[0]:
-            self._prices = ledger.lookups, doubles(ledger.lookups)
+        if ledger.lookup_prices is not self._prices[0]:
+            self._prices = ledger.lookup_prices, doubles(ledger.lookup_prices)
         program.balance, program.share, program.most_balance = ledger.balance, SHARE, ledger.most
         program.overrun = OVERRUN
-        program.plain_seconds, program.layers_price = ledger.plain_seconds, ledger.layers
-        program.prices, program.num_prices = ctypes.addressof(self._prices[1]), len(ledger.lookups)
+        program.plain_seconds, program.layers_price = ledger.plain_seconds, ledger.layers_price
+        program.prices, program.num_prices = ctypes.addressof(self._prices[1]), len(ledger.lookup_prices)
 
     def read_results(self, drafter: Drafter | None, logprobs: LogprobBuffers | None = None) -> list[RoundResult]:
         """The results of all rounds that ran."""

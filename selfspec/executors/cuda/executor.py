@@ -67,7 +67,7 @@ class CudaExecutor(Executor):
             if all(row.is_finished for row in rows):
                 return
             ledger = ledger.after(made) if ledger is not None and self.split.ranks is None else None
-            if ledger is not None and made.exit_layer is not None and ledger.layers > ledger.balance:
+            if ledger is not None and made.exit_layer is not None and not ledger.covers_layers:
                 num_left = 0
             seconds = self.new_seconds()
 
