@@ -73,6 +73,15 @@ def _add_routes(app: FastAPI, server: Server) -> None:
     async def responses(asked: ResponsesRequest) -> Response:
         return await server.respond(asked)
 
+    @app.get("/v1/responses/{name}", responses=ERRORS)
+    async def response(name: str) -> Response:
+        return Json(server.responses.get(name).response)
+
+    @app.delete("/v1/responses/{name}", responses=ERRORS)
+    async def delete_response(name: str) -> Response:
+        server.responses.delete(name)
+        return Json({"id": name, "object": "response", "deleted": True})
+
     @app.post("/v1/messages", responses=ERRORS)
     async def messages(asked: MessagesRequest) -> Response:
         return await server.message(asked)

@@ -21,6 +21,7 @@ UNLIMITED = {
     "max_waiting_requests": 1 << 30,
     "max_waiting_tokens": 1 << 60,
     "request_timeout": 1e9,
+    "max_stored_bytes": 0,
     "warm_up": False,
 }
 

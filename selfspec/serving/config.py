@@ -35,6 +35,7 @@ class ServerConfig:
         max_waiting_tokens: prompt tokens that may wait; a single request may exceed it while no other waits.
         request_timeout: seconds after which a request is ended, waiting included.
         max_body_bytes: largest request body.
+        max_stored_bytes: memory of the responses of /v1/responses that clients may go on from; 0: none are stored.
         warm_up: before listening, decode a full batch and touch the cache's memory: no first request waits for it.
         access_log: write a line to the log for every answer.
         log_prompts: write prompts to the log.
@@ -55,6 +56,7 @@ class ServerConfig:
     max_waiting_tokens: int = 1 << 18
     request_timeout: float = 600.0
     max_body_bytes: int = 8 << 20
+    max_stored_bytes: int = 64 << 20
     warm_up: bool = True
     access_log: bool = True
     log_prompts: bool = False
@@ -68,7 +70,7 @@ class ServerConfig:
         for name, least in (("max_num_seqs", 1), ("max_model_len", 2), ("max_num_cached_tokens", LEAST_CACHED)):
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name), least)
-        for name in ("max_waiting_requests", "max_waiting_tokens"):
+        for name in ("max_waiting_requests", "max_waiting_tokens", "max_stored_bytes"):
             whole(name, getattr(self, name), 0)
         whole("max_body_bytes", self.max_body_bytes, 1)
         if not (is_number(self.request_timeout) and self.request_timeout > 0):

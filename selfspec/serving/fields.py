@@ -106,7 +106,6 @@ INSTEAD = {  # what to do in place of a refused field
     "n_probs": "send logprobs",
     "repeat_penalty": "send repetition_penalty",
     "return_tokens": "send return_token_ids",
-    "previous_response_id": "send the conversation's messages as input",
     "suffix": "put the text after the gap into the prompt",
 }
 

@@ -133,7 +133,7 @@ def replicated(
         )
         try:
             serve.start(http_options={"host": "127.0.0.1", "port": inner})
-            _deploy(deployment.bind(make_llm, replace(config, access_log=False)))
+            _deploy(deployment.bind(make_llm, replace(config, access_log=False, max_stored_bytes=0)))
             with fronted(f"http://127.0.0.1:{inner}", config, [at]):
                 yield f"http://{f'[{host}]' if ':' in host else host}:{at.getsockname()[1]}"
         finally:

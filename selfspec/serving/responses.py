@@ -1,4 +1,4 @@
-"""OpenAI's /v1/responses: its requests as `ChatRequest`s, and its answers. It is stateless: nothing is stored."""
+"""OpenAI's /v1/responses: its requests as `ChatRequest`s, and its answers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from selfspec.serving.calls import Call, Choice
 from selfspec.serving.fields import check_fields
 from selfspec.serving.protocol import Body, ChatRequest, GenerationRequest, translated
 from selfspec.serving.refusal import Refusal, shown
+from selfspec.serving.store import Items, ResponseStore
 from selfspec.serving.token_texts import TokenTexts
 
 LOGPROBS = "message.output_text.logprobs"  # in `include`
@@ -40,13 +41,25 @@ class ResponsesRequest(GenerationRequest):
     include: list[str] | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
 
     @property
     def num_likely(self) -> int | None:
         return (self.top_logprobs or 0) if self.top_logprobs or LOGPROBS in (self.include or ()) else None
 
-    def as_chat(self) -> ChatRequest:
+    @property
+    def items(self) -> Items:
+        """The input as items."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        return self.input
+
+    def as_chat(self, before: Items) -> ChatRequest:
         """The internal request.
+
+        Args:
+            before: items of the conversation that it goes on with.
 
         Raises:
             Refusal: what is not served.
@@ -56,34 +69,11 @@ class ResponsesRequest(GenerationRequest):
             check_fields(self.text.model_extra or {}, "text.")
             shape = {**shape, "json_schema": shape} if shape and shape.get("type") == "json_schema" else shape
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        more: dict[str, Any] = {"messages": [*system, *self._messages()], "logprobs": self.num_likely is not None}
+        messages = [*system, *_messages(before), *_messages(self.items)]
+        more: dict[str, Any] = {"messages": messages, "logprobs": self.num_likely is not None}
         more |= {"top_logprobs": self.top_logprobs, "max_completion_tokens": self.max_output_tokens}
         more |= {} if shape is None else {"response_format": shape}
         return translated(self, more | {"reasoning_effort": self.reasoning and self.reasoning.effort})
-
-    def _messages(self) -> list[dict[str, Any]]:
-        if isinstance(self.input, str):
-            return [{"role": "user", "content": self.input}]
-        messages, is_call = list[dict[str, Any]](), False
-        for at, item in enumerate(self.input):
-            kind, was_call = item.get("type") or "message", is_call
-            is_call = kind == "function_call"
-            if kind == "message":
-                messages.append({"role": item.get("role"), "content": item.get("content")})
-            elif is_call:
-                function = {"name": item.get("name"), "arguments": item.get("arguments")}
-                call = {"id": item.get("call_id"), "type": "function", "function": function}
-                if was_call:  # several at once are one message
-                    messages[-1]["tool_calls"].append(call)
-                else:
-                    messages.append({"role": "assistant", "tool_calls": [call]})
-            elif kind == "function_call_output":
-                output = {"tool_call_id": item.get("call_id"), "content": item.get("output")}
-                messages.append({"role": "tool", **output})
-            elif kind != "reasoning":  # what a model thought is no part of what it is told
-                message = f"input[{at}] is an item of type {shown(kind)}, which is not served; leave it out"
-                raise Refusal(message, param="input", code="unsupported_content")
-        return messages
 
 
 class ResponsesWriter(ChatWriter):
@@ -91,19 +81,29 @@ class ResponsesWriter(ChatWriter):
 
     Args:
         asked: what the client sent.
+        before: items of the conversation that it goes on with.
+        store: keeps the response, where the client does not forbid it.
     """
 
     def __init__(
-        self, asked: ResponsesRequest, request: ChatRequest, call: Call, model: str, tokens: TokenTexts
+        self,
+        asked: ResponsesRequest,
+        before: Items,
+        store: ResponseStore,
+        request: ChatRequest,
+        call: Call,
+        model: str,
+        tokens: TokenTexts,
     ) -> None:
         super().__init__(request, call, model, tokens)
+        self._before, self._store = before, store
         self._asked, self._item = asked, call.name.replace("resp", "msg", 1)
         self._written, self._told = "", list[dict[str, Any]]()
 
     def body(self) -> dict[str, Any]:
         [choice] = self.call.choices
         self._take(choice)
-        return self._response(choice)
+        return self._ended(choice)
 
     async def events(self) -> AsyncIterator[bytes]:
         number, place = iter(range(1 << 62)), {"item_id": self._item, "output_index": 0, "content_index": 0}
@@ -128,9 +128,20 @@ class ResponsesWriter(ChatWriter):
             return
         yield told("response.output_text.done", **place, text=self._written, logprobs=self._told)
         yield told("response.content_part.done", **place, part=self._part())
-        response = self._response(last)
+        response = self._ended(last)
         yield told("response.output_item.done", output_index=0, item=response["output"][0])
         yield told(f"response.{response['status']}", response=response)
+
+    def _ended(self, last: Choice) -> dict[str, Any]:
+        """The whole response, which is stored."""
+        response = self._response(last)
+        if self._is_stored:
+            self._store.keep(response, [*self._before, *self._asked.items])
+        return response
+
+    @property
+    def _is_stored(self) -> bool:
+        return self._asked.store is not False and self._store.keeps
 
     def _take(self, piece: Choice) -> None:
         self._written += piece.text
@@ -162,9 +173,9 @@ class ResponsesWriter(ChatWriter):
             "model": self.model,
             "output": [] if ended is None else [self._message(status)],
             "parallel_tool_calls": extra.get("parallel_tool_calls") is not False,
-            "previous_response_id": None,
+            "previous_response_id": self._asked.previous_response_id,
             "reasoning": {"effort": self.request.reasoning_effort, "summary": None},
-            "store": False,
+            "store": self._is_stored,
             "temperature": params.temperature,
             "text": {"format": (self._asked.text and self._asked.text.format) or PLAIN},
             "tool_choice": "auto",
@@ -184,3 +195,27 @@ class ResponsesWriter(ChatWriter):
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage["total_tokens"],
         }
+
+
+def _messages(items: Items) -> list[dict[str, Any]]:
+    """Items as messages of a chat."""
+    messages, is_call = list[dict[str, Any]](), False
+    for at, item in enumerate(items):
+        kind, was_call = item.get("type") or "message", is_call
+        is_call = kind == "function_call"
+        if kind == "message":
+            messages.append({"role": item.get("role"), "content": item.get("content")})
+        elif is_call:
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            if was_call:  # several at once are one message
+                messages[-1]["tool_calls"].append(call)
+            else:
+                messages.append({"role": "assistant", "tool_calls": [call]})
+        elif kind == "function_call_output":
+            output = {"tool_call_id": item.get("call_id"), "content": item.get("output")}
+            messages.append({"role": "tool", **output})
+        elif kind != "reasoning":  # what a model thought is no part of what it is told
+            message = f"input[{at}] is an item of type {shown(kind)}, which is not served; leave it out"
+            raise Refusal(message, param="input", code="unsupported_content")
+    return messages

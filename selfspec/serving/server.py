@@ -34,6 +34,7 @@ from selfspec.serving.protocol import (
 )
 from selfspec.serving.refusal import Refusal, shown
 from selfspec.serving.responses import ResponsesRequest, ResponsesWriter
+from selfspec.serving.store import ResponseStore
 from selfspec.serving.structured import asking, refusal
 from selfspec.serving.token_texts import TokenTexts
 from selfspec.serving.tokenizing import DetokenizeRequest, TokenizeRequest, tokenizer_info
@@ -92,6 +93,7 @@ class Server:
         self.dispatcher = Dispatcher(llm, config, self.metrics)
         self.reader = Reader(llm, template_of(config.chat_template))
         self.tokens = TokenTexts(llm.tokenizer)
+        self.responses = ResponseStore(config.max_stored_bytes)
         self._defaults, self._vocab_size = llm.target.defaults, llm.target.split.vocab_size
 
     async def start(self) -> None:
@@ -120,7 +122,7 @@ class Server:
         prompts = await self.reader.prompts(asked)
         length = COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
         scored = {"prompt_logprobs": asked.logprobs} if asked.echo and asked.logprobs is not None else {}
-        call = self._call("cmpl", asked, prompts, max(length, int(length == 0)), length == 0, **scored)
+        call = self._call("cmpl-", asked, prompts, max(length, int(length == 0)), length == 0, **scored)
         await self._check_grammar(asked, call)
         texts = await self.reader.texts(asked, prompts) if asked.echo else []
         return Answer(CompletionWriter(asked, call, model, self.tokens, texts), self.dispatcher)
@@ -129,23 +131,25 @@ class Server:
         """`/v1/chat/completions`."""
         model = self.model(asked.model)
         asked.refuse_unserved()
-        call = await self._chat_call(asked, "chatcmpl")
+        call = await self._chat_call(asked, "chatcmpl-")
         return Answer(ChatWriter(asked, call, model, self.tokens), self.dispatcher)
 
     async def respond(self, asked: ResponsesRequest) -> Response:
         """`/v1/responses`."""
         model = self.model(asked.model)
         asked.refuse_unserved()
-        request = asked.as_chat()
-        call = await self._chat_call(request, "resp")
-        return Answer(ResponsesWriter(asked, request, call, model, self.tokens), self.dispatcher)
+        before = self.responses.conversation(asked.previous_response_id)
+        request = asked.as_chat(before)
+        call = await self._chat_call(request, "resp_")
+        writer = ResponsesWriter(asked, before, self.responses, request, call, model, self.tokens)
+        return Answer(writer, self.dispatcher)
 
     async def message(self, asked: MessagesRequest) -> Response:
         """`/v1/messages`."""
         model = self.model(asked.model)
         asked.refuse_unserved()
         request = asked.as_chat()
-        call = await self._chat_call(request, "msg")
+        call = await self._chat_call(request, "msg_")
         return Answer(MessagesWriter(request, call, model, self.tokens), self.dispatcher)
 
     async def count(self, asked: MessagesRequest) -> Response:
@@ -233,7 +237,7 @@ class Server:
             params = asked.params(seed, length, self._vocab_size, **more)
         except ValueError as problem:
             raise refusal_of(problem) from problem
-        name, limits = f"{kind}-{uuid4().hex}", (self.reader.max_model_len, self.config.request_timeout)
+        name, limits = f"{kind}{uuid4().hex}", (self.reader.max_model_len, self.config.request_timeout)
         call = Call(name, prompts, params, *limits, drops_output, bool(asked.stream), reserve)
         if self.config.log_prompts:
             _log.info("%s: %s", call.name, asked.model_dump_json(exclude_none=True))

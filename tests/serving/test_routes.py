@@ -9,6 +9,8 @@ import openai
 import pytest
 
 from selfspec import SamplingParams
+from selfspec.serving.refusal import Refusal
+from selfspec.serving.store import ResponseStore
 from tests.serving.server import MODEL, PATIENCE, serving, speaker
 from tests.serving.test_protocol import refused
 
@@ -63,6 +65,46 @@ def test_responses_are_chats(client, wanted):
         assert stream.get_final_response().output_text == ""
 
 
+def test_a_conversation_goes_on_from_a_stored_response(llm, client):
+    asked = {"model": MODEL, "max_output_tokens": 6, "temperature": 0}
+    first = client.responses.create(**asked, input="Hi", instructions="not kept")
+    *_, last = client.responses.create(**asked, input="Go on", previous_response_id=first.id, stream=True)
+    second = last.response
+    history = [("user", "Hi"), ("assistant", first.output_text), ("user", "Go on")]
+    [output] = llm.chat([{"role": role, "content": text} for role, text in history], SamplingParams(max_tokens=6))
+    assert (second.output_text, second.previous_response_id) == (output.outputs[0].text, first.id)
+    assert client.responses.retrieve(second.id).to_dict() == second.to_dict() and second.store
+    client.responses.delete(first.id)
+    third = client.responses.create(**asked, input="x", previous_response_id=second.id, store=False)
+    assert third.usage.input_tokens > second.usage.input_tokens
+    for gone in (first.id, third.id):
+        with pytest.raises(openai.NotFoundError, match="there is no response 'resp_"):
+            client.responses.retrieve(gone)
+        with pytest.raises(openai.BadRequestError) as told:
+            client.responses.create(**asked, input="x", previous_response_id=gone)
+        assert told.value.code == "previous_response_not_found"
+
+
+def test_stored_responses_take_no_more_memory_than_they_may():
+    def response(name):
+        return {"id": name, "output": [{"role": "assistant", "content": name}]}
+
+    store = ResponseStore(300)
+    for name in ("a", "b"):
+        store.keep(response(name), [{"role": "user", "content": "x" * 60}])
+    assert store.conversation("a")[-1] == {"role": "assistant", "content": "a"}
+    store.keep(response("c"), [])  # b was used before a
+    assert [one["content"] for one in store.conversation("c")] == ["c"] and store.get("a")
+    with pytest.raises(Refusal, match="max-stored-bytes"):
+        store.get("b")
+    store.keep(response("d"), [{"content": "x" * 300}])  # too large: nothing is left
+    for name in "acd":
+        with pytest.raises(Refusal):
+            store.get(name)
+    with pytest.raises(Refusal, match="stores none"):
+        ResponseStore(0).conversation("a")
+
+
 def test_events_of_a_response_are_in_order_and_numbered(served):
     asked = {"input": "Hi", "max_output_tokens": 5, "temperature": 0, "top_logprobs": 1, "stream": True}
     told = named_events(served.http.post("/v1/responses", json=asked))
@@ -97,7 +139,7 @@ def test_calls_of_tools_in_an_input_are_messages(llm, served, monkeypatch):
 
 
 WRONG_RESPONSES = [
-    ({"previous_response_id": "resp_1"}, "previous_response_id", "send the conversation's messages"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id", "'resp_1' is not stored here"),
     ({"text": {"format": {"type": "yaml"}}}, "response_format", "yaml"),
     ({"input": [{"type": "image_generation_call"}]}, "input", "input[0]"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "messages", "'input_image'"),
