@@ -53,12 +53,13 @@ class Dispatcher:
     def __init__(self, llm: LLM, config: ServerConfig, metrics: Metrics) -> None:
         self._config, self._metrics = config, metrics
         self._loop = EngineLoop(llm, metrics, self._post)
-        self._max_num_seqs = llm.max_num_seqs if config.max_num_seqs is None else config.max_num_seqs
+        self.max_num_seqs = llm.max_num_seqs if config.max_num_seqs is None else config.max_num_seqs
+        """Outputs decoded together."""
         self._asyncio: asyncio.AbstractEventLoop | None = None
         self._open: dict[str, Call] = {}
         self._sent: dict[str, Call] = {}  # the engine has not said yet that it took them
         self._load = Load()  # the last one known
-        metrics.watch(lambda: self._load.num_running, lambda: self._num_waiting, lambda: self._load.kv_usage)
+        metrics.watch(lambda: self.num_running, lambda: self._num_waiting, lambda: self._load.kv_usage)
         self._pace = Pace()
         self._has_stopped = True
         self.is_draining = False
@@ -74,8 +75,8 @@ class Dispatcher:
             ValueError: the cache does not hold `max_model_len` tokens; and what `LLM.engine` raises.
         """
         self._asyncio = asyncio.get_running_loop()
-        most, cached = self._config.lengths(self._context, self._max_num_seqs)
-        engine: LLMEngine = await asyncio.to_thread(self._loop.start, self._max_num_seqs, cached, self._config.warm_up)
+        most, cached = self._config.lengths(self._context, self.max_num_seqs)
+        engine: LLMEngine = await asyncio.to_thread(self._loop.start, self.max_num_seqs, cached, self._config.warm_up)
         if (held := engine.max_num_cached_tokens) < (self._config.max_model_len or 0):
             await self.stop()
             raise ValueError(f"max_num_cached_tokens must hold max_model_len tokens, {most}, and {held} are held")
@@ -96,13 +97,18 @@ class Dispatcher:
         """Calls that have not ended."""
         return len(self._open)
 
+    @property
+    def num_running(self) -> int:
+        """Outputs that have a place."""
+        return self._load.num_running
+
     def refuse_too_many(self, num_prompts: int, n: int) -> None:
         """Refuse what could never be admitted: more outputs than may run and wait.
 
         Raises:
             Refusal: 400.
         """
-        most = self._config.max_waiting_requests + self._max_num_seqs
+        most = self._config.max_waiting_requests + self.max_num_seqs
         if num_prompts * n > most:
             self._metrics.reject("too_large")
             message = f"a request may ask for at most {most} outputs (prompts times n), got {num_prompts * n}"
@@ -137,7 +143,7 @@ class Dispatcher:
         tokens = self._load.num_waiting_tokens + sum(
             sent.num_prompt_tokens * sent.params.n for sent in self._sent.values()
         )
-        free = max(0, self._max_num_seqs - self._load.num_running)
+        free = max(0, self.max_num_seqs - self._load.num_running)
         if waiting + rows > most + free:
             self._metrics.reject("queue_full")
             raise self._busy(f"{waiting} requests wait, and the server lets at most {most} wait", waiting)

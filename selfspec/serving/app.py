@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,12 +16,9 @@ from selfspec.llm import LLM
 from selfspec.serving.bodies import Json
 from selfspec.serving.border import REQUEST_ID, Border
 from selfspec.serving.config import ServerConfig
-from selfspec.serving.messages import MessagesRequest
-from selfspec.serving.protocol import SHAPES, ChatRequest, CompletionRequest
+from selfspec.serving.protocol import SHAPES
 from selfspec.serving.refusal import Refusal, invalid
-from selfspec.serving.responses import ResponsesRequest
 from selfspec.serving.server import Server
-from selfspec.serving.tokenizing import DetokenizeRequest, TokenizeRequest
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "a field that is wrong, or is not served"},
@@ -61,71 +58,31 @@ def create_app(llm: LLM, config: ServerConfig | None = None) -> FastAPI:
 
 
 def _add_routes(app: FastAPI, server: Server) -> None:
-    @app.post("/v1/completions", responses=ERRORS)
-    async def completions(asked: CompletionRequest) -> Response:
-        return await server.complete(asked)
-
-    @app.post("/v1/chat/completions", responses=ERRORS)
-    async def chat_completions(asked: ChatRequest) -> Response:
-        return await server.chat(asked)
-
-    @app.post("/v1/responses", responses=ERRORS)
-    async def responses(asked: ResponsesRequest) -> Response:
-        return await server.respond(asked)
-
-    @app.get("/v1/responses/{name}", responses=ERRORS)
-    async def response(name: str) -> Response:
-        return Json(server.responses.get(name).response)
-
-    @app.delete("/v1/responses/{name}", responses=ERRORS)
-    async def delete_response(name: str) -> Response:
-        server.responses.delete(name)
-        return Json({"id": name, "object": "response", "deleted": True})
-
-    @app.post("/v1/messages", responses=ERRORS)
-    async def messages(asked: MessagesRequest) -> Response:
-        return await server.message(asked)
-
-    @app.post("/v1/messages/count_tokens", responses=ERRORS)
-    async def count_tokens(asked: MessagesRequest) -> Response:
-        return await server.count(asked)
-
-    @app.get("/v1/models", responses={401: ERRORS[401]})
-    async def models() -> Response:
-        return Json({"object": "list", "data": [server.about(name) for name in server.names]})
-
-    @app.get("/v1/models/{name:path}", responses={401: ERRORS[401], 404: ERRORS[404]})
-    async def model(name: str) -> Response:
-        return Json(server.about(server.model(name)))
-
-    @app.post("/tokenize", responses=ERRORS)
-    async def tokenize(asked: TokenizeRequest) -> Response:
-        return await server.tokenize(asked)
-
-    @app.post("/detokenize", responses=ERRORS)
-    async def detokenize(asked: DetokenizeRequest) -> Response:
-        return server.detokenize(asked)
-
-    @app.get("/tokenizer_info", responses={401: ERRORS[401], 404: ERRORS[404]})
-    async def tokenizer_info() -> Response:
-        return server.about_tokenizer()
-
-    @app.get("/health", responses={503: ERRORS[503]})
-    async def health() -> Response:
-        return Response(status_code=200 if server.dispatcher.is_healthy else 503)
-
-    @app.get("/ping")
-    @app.post("/ping")
-    async def ping() -> Response:
-        return await health()
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    @app.get("/version")
-    async def version() -> Response:
-        return Json({"version": selfspec.__version__})
+    info = server.info
+    routes: list[tuple[str, str, Callable[..., Any]]] = [
+        ("POST", "/v1/completions", server.complete),
+        ("POST", "/v1/chat/completions", server.chat),
+        ("POST", "/v1/responses", server.respond),
+        ("GET", "/v1/responses/{name}", server.response),
+        ("DELETE", "/v1/responses/{name}", server.delete_response),
+        ("POST", "/v1/messages", server.message),
+        ("POST", "/v1/messages/count_tokens", server.count),
+        ("GET", "/v1/models", info.models),
+        ("GET", "/v1/models/{name:path}", info.model),
+        ("POST", "/tokenize", server.tokenize),
+        ("POST", "/detokenize", server.detokenize),
+        ("GET", "/tokenizer_info", info.tokenizer_info),
+        ("GET", "/props", info.props),
+        ("GET", "/slots", info.slots),
+        ("GET", "/load", info.load),
+        ("GET", "/health", info.health),
+        ("GET", "/ping", info.health),
+        ("POST", "/ping", info.health),
+        ("GET", "/metrics", info.metrics),
+        ("GET", "/version", info.version),
+    ]
+    for method, path, answer in routes:
+        app.add_api_route(path, answer, methods=[method], responses=ERRORS)
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import re
 from time import perf_counter
 from uuid import uuid4
 
@@ -18,6 +19,7 @@ from selfspec.serving.refusal import ANTHROPIC, Refusal
 
 _access = logging.getLogger("selfspec.serving.access")
 OPEN = ("/health", "/metrics", "/version", "/ping")  # which need no key
+OF_V1 = ("chat", "completions", "messages", "models", "responses")  # first parts of paths behind /v1
 REQUEST_ID = "x-request-id"
 GONE = 499  # the status of requests whose clients left before an answer began
 
@@ -37,6 +39,7 @@ class Border:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope = _usual(scope)
         headers, start, status = Headers(scope=scope), perf_counter(), GONE
         request_id = headers.get(REQUEST_ID) or uuid4().hex
 
@@ -69,6 +72,8 @@ class Border:
         keys = self._config.api_keys
         if keys and path not in OPEN and not self._is_known(path, headers, keys):
             return Refusal("the API key is missing or wrong", 401, code="invalid_api_key")
+        if (coding := headers.get("content-encoding", "identity")) != "identity":
+            return Refusal(f"the body must be sent without Content-Encoding, got {coding}", 415)
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._config.max_body_bytes:
             return _too_large(self._config.max_body_bytes)
@@ -81,6 +86,14 @@ class Border:
         sent += [headers.get("x-api-key", "")] if path.startswith(ANTHROPIC) else []
         same = [hmac.compare_digest(one.encode(), key.encode()) for one in sent for key in keys]
         return any(same)
+
+
+def _usual(scope: Scope) -> Scope:
+    """A request as the routes know it: HEAD is GET, whose body the HTTP server leaves out; /v1 may be left out, and
+    slashes may be too many."""
+    path = re.sub("/{2,}", "/", scope["path"]).rstrip("/") or "/"
+    path = f"/v1{path}" if path.split("/")[1] in OF_V1 else path
+    return {**scope, "path": path, "method": "GET" if scope["method"] == "HEAD" else scope["method"]}
 
 
 def _limited(receive: Receive, most: int) -> Receive:

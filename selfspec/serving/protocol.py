@@ -19,6 +19,7 @@ from selfspec.serving.structured import NAMED, structured_outputs
 
 COMPLETION_TOKENS = 16  # of a completion whose client names no length, as OpenAI has it
 CHAT_TOKENS = 1024  # of an answer without a length, for which memory is taken at a time
+NO_LIMIT = -1  # in place of a length: to the end of the context, as llama-server has it
 INT32 = (1 << 31) - 1
 MOST_STOPS = 64  # stop strings, which are all looked for after every token
 MOST_PARTS = 1 << 14  # prompts, messages, or parts of one: reading millions would hold up every other request
@@ -29,7 +30,8 @@ SHAPES = {  # of fields that may have several, of which pydantic would name the 
     "prompt": f"a text, a list of at most {MOST_PARTS} texts, a list of token ids, or a list of those",
     "guided_json": "a JSON schema, an object or its text",
     "stop": f"a text, or a list of at most {MOST_STOPS} texts",
-    "messages": f"a list of 1 to {MOST_PARTS} messages, each with a role and a text, or texts in parts, as content",
+    "messages": f"a list of 1 to {MOST_PARTS} messages, each with a role and a content",
+    "content": f"a text, null, or a list of at most {MOST_PARTS} parts",
 }
 
 
@@ -101,7 +103,8 @@ class GenerationRequest(Body):
             check_fields(self.stream_options.model_extra or {}, "stream_options.")
         number = self.num_likely
         if number is not None and not 0 <= number <= MAX_LOGPROBS:
-            raise Refusal(f"logprobs must lie in 0..{MAX_LOGPROBS}, got {number}", param="logprobs")
+            name = "top_logprobs" if "top_logprobs" in type(self).model_fields else "logprobs"
+            raise Refusal(f"{name} must lie in 0..{MAX_LOGPROBS}, got {number}", param=name)
         if self.prompt_logprobs is not None and self.stream:
             raise Refusal("prompt_logprobs cannot be streamed; leave stream out", param="prompt_logprobs")
 
@@ -232,7 +235,8 @@ class ChatRequest(GenerationRequest):
     @property
     def length(self) -> int | None:
         """Most new tokens; None: as many as the context holds."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return None if most == NO_LIMIT else most
 
     @property
     def conversation(self) -> list[dict[str, Any]]:

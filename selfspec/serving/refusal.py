@@ -93,8 +93,9 @@ def invalid(errors: Sequence[Mapping[str, Any]], shapes: Mapping[str, str], star
     if first["type"] == "missing":
         code = "missing_required_parameter"
     else:
-        if name in shapes:
-            where, message = [name], f"must be {shapes[name]}"
+        if known := [i for i, part in enumerate(where) if part in shapes]:
+            where = where[: known[-1] + 1]
+            message = f"must be {shapes[where[-1]]}"
         elif first["type"].endswith("_type"):
             code = "invalid_type"
         message += f", got {shown(first.get('input'))}"

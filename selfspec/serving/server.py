@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from time import time
 from typing import Any
 from uuid import uuid4
 
@@ -21,23 +20,25 @@ from selfspec.serving.bodies import ChatWriter, CompletionWriter, Json, Writer
 from selfspec.serving.calls import Call
 from selfspec.serving.config import ServerConfig
 from selfspec.serving.fields import check_fields
+from selfspec.serving.info import Info
 from selfspec.serving.loop import refusal_of
 from selfspec.serving.messages import MessagesRequest, MessagesWriter
 from selfspec.serving.metrics import Metrics
 from selfspec.serving.protocol import (
     CHAT_TOKENS,
     COMPLETION_TOKENS,
+    NO_LIMIT,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
     chat_request,
 )
-from selfspec.serving.refusal import Refusal, shown
+from selfspec.serving.refusal import Refusal
 from selfspec.serving.responses import ResponsesRequest, ResponsesWriter
 from selfspec.serving.store import ResponseStore
 from selfspec.serving.structured import asking, refusal
 from selfspec.serving.token_texts import TokenTexts
-from selfspec.serving.tokenizing import DetokenizeRequest, TokenizeRequest, tokenizer_info
+from selfspec.serving.tokenizing import DetokenizeRequest, TokenizeRequest
 from selfspec.serving.tokens import Reader
 
 _log = logging.getLogger("selfspec.serving")
@@ -89,9 +90,10 @@ class Server:
     """What the routes do."""
 
     def __init__(self, llm: LLM, config: ServerConfig) -> None:
-        self.config, self.metrics, self.created = config, Metrics(config.model), int(time())
+        self.config, self.metrics = config, Metrics(config.model)
         self.dispatcher = Dispatcher(llm, config, self.metrics)
         self.reader = Reader(llm, template_of(config.chat_template))
+        self.info = Info(config, self.metrics, self.dispatcher, self.reader)
         self.tokens = TokenTexts(llm.tokenizer)
         self.responses = ResponseStore(config.max_stored_bytes)
         self._defaults, self._vocab_size = llm.target.defaults, llm.target.split.vocab_size
@@ -107,36 +109,33 @@ class Server:
         with suppress(Refusal):  # templates are compiled at their first use
             await self.reader.chat(chat_request({"messages": [{"role": "user", "content": "Hi"}]}))
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What requests may call the model."""
-        return self.config.model, *self.config.aliases
-
     async def complete(self, asked: CompletionRequest) -> Response:
         """`/v1/completions`."""
-        model = self.model(asked.model)
+        model = self.info.name(asked.model)
         asked.refuse_unserved()
         if asked.stream and asked.echo and asked.logprobs is not None:
             raise Refusal("echo with logprobs cannot be streamed; leave stream out", param="stream")
         self.dispatcher.refuse_too_many(len(asked.prompts), asked.n or 1)
         prompts = await self.reader.prompts(asked)
-        length = COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
+        length, reserve = COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens, None
+        if length == NO_LIMIT:
+            length, reserve = self.reader.max_model_len, CHAT_TOKENS
         scored = {"prompt_logprobs": asked.logprobs} if asked.echo and asked.logprobs is not None else {}
-        call = self._call("cmpl-", asked, prompts, max(length, int(length == 0)), length == 0, **scored)
+        call = self._call("cmpl-", asked, prompts, max(length, int(length == 0)), length == 0, reserve, **scored)
         await self._check_grammar(asked, call)
         texts = await self.reader.texts(asked, prompts) if asked.echo else []
         return Answer(CompletionWriter(asked, call, model, self.tokens, texts), self.dispatcher)
 
     async def chat(self, asked: ChatRequest) -> Response:
         """`/v1/chat/completions`."""
-        model = self.model(asked.model)
+        model = self.info.name(asked.model)
         asked.refuse_unserved()
         call = await self._chat_call(asked, "chatcmpl-")
         return Answer(ChatWriter(asked, call, model, self.tokens), self.dispatcher)
 
     async def respond(self, asked: ResponsesRequest) -> Response:
         """`/v1/responses`."""
-        model = self.model(asked.model)
+        model = self.info.name(asked.model)
         asked.refuse_unserved()
         before = self.responses.conversation(asked.previous_response_id)
         request = asked.as_chat(before)
@@ -144,9 +143,18 @@ class Server:
         writer = ResponsesWriter(asked, before, self.responses, request, call, model, self.tokens)
         return Answer(writer, self.dispatcher)
 
+    async def response(self, name: str) -> Response:
+        """GET of `/v1/responses/{id}`."""
+        return Json(self.responses.get(name).response)
+
+    async def delete_response(self, name: str) -> Response:
+        """DELETE of `/v1/responses/{id}`."""
+        self.responses.delete(name)
+        return Json({"id": name, "object": "response", "deleted": True})
+
     async def message(self, asked: MessagesRequest) -> Response:
         """`/v1/messages`."""
-        model = self.model(asked.model)
+        model = self.info.name(asked.model)
         asked.refuse_unserved()
         request = asked.as_chat()
         call = await self._chat_call(request, "msg_")
@@ -154,45 +162,23 @@ class Server:
 
     async def count(self, asked: MessagesRequest) -> Response:
         """`/v1/messages/count_tokens`."""
-        self.model(asked.model)
+        self.info.name(asked.model)
         asked.refuse_unserved()
         return Json({"input_tokens": len(await self.reader.chat(asked.as_chat()))})
 
     async def tokenize(self, asked: TokenizeRequest) -> Response:
         """`/tokenize`."""
-        self.model(asked.model)
+        self.info.name(asked.model)
         check_fields(asked.model_extra or {})
         return Json(asked.answer(await asked.tokens(self.reader), self.reader, self.tokens))
 
-    def detokenize(self, asked: DetokenizeRequest) -> Response:
+    async def detokenize(self, asked: DetokenizeRequest) -> Response:
         """`/detokenize`."""
-        self.model(asked.model)
+        self.info.name(asked.model)
         if any(token >= self._vocab_size for token in asked.tokens):
             raise Refusal(f"tokens must lie in 0..{self._vocab_size - 1}, the model's vocabulary", param="tokens")
         text = self.reader.text(asked.tokens)
         return Json({"prompt": text, "content": text})
-
-    def about_tokenizer(self) -> Response:
-        """`/tokenizer_info`."""
-        if self.reader.tokenizer is None:
-            raise Refusal("this model has no tokenizer; send token ids", 404)
-        return Json(tokenizer_info(self.reader.tokenizer, self.reader.max_model_len))
-
-    def about(self, name: str) -> dict[str, Any]:
-        """The model by one of its names, as `/v1/models` tells it."""
-        own = {"id": name, "object": "model", "created": self.created, "owned_by": "selfspec"}
-        return own | {"root": self.config.model, "parent": None, "max_model_len": self.reader.max_model_len}
-
-    def model(self, name: str | None) -> str:
-        """The name of the model that a request asks for.
-
-        Raises:
-            Refusal: there is none of that name.
-        """
-        if name is None or name in self.names:
-            return name or self.config.model
-        message = f"there is no model {shown(name)} here; this server has {', '.join(map(repr, self.names))}"
-        raise Refusal(message, 404, param="model", code="model_not_found")
 
     async def _chat_call(self, asked: ChatRequest, kind: str) -> Call:
         """The call that answers a conversation; `kind` is the first part of its name."""

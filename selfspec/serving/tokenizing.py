@@ -1,4 +1,4 @@
-"""What /tokenize, /detokenize and /tokenizer_info are sent, as vLLM and llama-server have it, and what they answer."""
+"""What /tokenize and /detokenize are sent, as vLLM and llama-server have it, and what they answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from selfspec.serving.token_texts import TokenTexts
 from selfspec.serving.tokens import Reader
 
 CHAT_FIELDS = ChatRequest.model_fields.keys()
-SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class TokenizeRequest(Body):
@@ -59,10 +58,3 @@ class DetokenizeRequest(Body):
 
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0, le=INT32)]], Field(fail_fast=True)]
-
-
-def tokenizer_info(tokenizer: Any, max_model_len: int) -> dict[str, Any]:
-    """What clients ask of a tokenizer before they make prompts."""
-    told = {name: getattr(tokenizer, name, None) for name in SPECIAL}
-    told |= {"chat_template": getattr(tokenizer, "chat_template", None), "model_max_length": max_model_len}
-    return {"tokenizer_class": type(tokenizer).__name__, "vocab_size": len(tokenizer), **told}

@@ -24,7 +24,7 @@ class Reader:
     """
 
     def __init__(self, llm: LLM, chat_template: str | None = None) -> None:
-        self._llm, self.tokenizer, self._template = llm, llm.tokenizer, chat_template
+        self._llm, self.tokenizer, self._given = llm, llm.tokenizer, chat_template
         self._vocab_size = llm.target.split.vocab_size
         self.max_model_len = llm.target.split.context_limit
         """Most tokens of a prompt and its answer."""
@@ -32,6 +32,11 @@ class Reader:
         self._one_at_a_time = asyncio.Lock()
         template: Any = getattr(llm.tokenizer, "apply_chat_template", None)
         self._own_names = {"messages"} if template is None else {"messages", *signature(template).parameters}
+
+    @property
+    def template(self) -> str | None:
+        """The chat template."""
+        return self._given or getattr(self.tokenizer, "chat_template", None)
 
     async def prompts(self, request: CompletionRequest, fits: bool = True) -> list[list[int]]:
         """Token ids of every prompt.
@@ -86,7 +91,7 @@ class Reader:
             )
         options = request.template_options | more
         try:
-            ids = await self._away(size, lambda: self._llm.chat_prompt(messages, self._template, **options))
+            ids = await self._away(size, lambda: self._llm.chat_prompt(messages, self._given, **options))
         except Exception as problem:  # templates are programs, which raise what they like
             reason = str(problem) or type(problem).__name__
             raise Refusal(f"the chat template refuses this conversation ({reason})", param="messages") from problem

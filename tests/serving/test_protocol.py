@@ -175,7 +175,7 @@ WRONG = [
     ({"temperature": float("nan")}, "temperature", "at least 0"),
     ({"top_p": 0}, "top_p", "(0, 1]"),
     ({"top_k": -2}, "top_k", "at least 0"),
-    ({"max_tokens": -1}, "max_tokens", "at least 1"),
+    ({"max_tokens": -2}, "max_tokens", "at least 1"),
     ({"max_tokens": True}, "max_tokens", "valid integer"),
     ({"n": 0}, "n", "greater than or equal to 1"),
     ({"n": 10**6, "temperature": 1}, "n", "at most"),
@@ -241,10 +241,23 @@ def test_wrong_conversations_are_refused(served, body, param):
     refused(served.http.post("/v1/chat/completions", json=body), 400, param=param)
 
 
+def test_of_a_wrong_message_the_part_is_named(served):
+    def told(message, *words):
+        refused(served.chat(messages=[{"role": "user", "content": "Hi"}, message]), 400, *words, param="messages")
+
+    told({"role": "user", "content": 5}, "messages.1.content: must be a text, null, or a list", "got 5")
+    told({"role": "user", "content": ["Hi", 5]}, "messages.1.content: must be", "parts")
+    told({"content": "Hi"}, "messages.1.role: Field required")
+    told("Hi", "messages: must be a list of 1 to 16384 messages", "got 'Hi'")
+    refused(served.chat(logprobs=True, top_logprobs=21), 400, "top_logprobs must lie in 0..20", param="top_logprobs")
+
+
 @pytest.mark.parametrize("body", [b"{", b"[1]", b"null", b"\xff", b"[" * 100_000, b'{"prompt": ' + b"9" * 5000 + b"}"])
 def test_a_body_that_is_no_request_is_refused(served, body):
     answer = served.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400 and set(answer.json()) == {"error"}
+    packed = served.http.post("/v1/completions", content=body, headers={"Content-Encoding": "gzip"})
+    refused(packed, 415, "without Content-Encoding, got gzip")
     refused(served.http.get("/v1/nothing"), 404, "Not Found", "GET /v1/nothing", code="unknown_url")
     refused(served.http.get("/v1/completions"), 405, "Method Not Allowed", "GET /v1/completions")
 

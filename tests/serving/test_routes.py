@@ -241,6 +241,32 @@ def test_models_are_told_by_any_of_their_names(served, client):
     assert served.http.get("/ping").status_code == served.http.post("/ping").status_code == 200
 
 
+def test_operators_tools_of_other_servers_find_what_they_ask_for(llm, served):
+    props = served.http.get("/props").json()
+    assert (props["default_generation_settings"]["n_ctx"], props["total_slots"]) == (512, 8)
+    assert props["chat_template"] == llm.tokenizer.chat_template
+    slots = served.http.get("/slots").json()
+    assert [one["id"] for one in slots] == list(range(8)) and not any(one["is_processing"] for one in slots)
+    assert served.http.get("/load").json() == {"server_load": 0}
+    for path in ("/health", "/v1/models", "/metrics"):
+        head = served.http.head(path)
+        assert (head.status_code, head.content) == (200, b"")
+
+
+@pytest.mark.parametrize("path", ["/completions", "//v1/completions", "/v1//completions/", "/v1/completions/"])
+def test_paths_that_clients_make_of_other_base_urls_are_known(served, path):
+    assert served.http.post(served.url + path, json={"prompt": "x", "max_tokens": 1}).status_code == 200
+    told = served.http.post(served.url + path.replace("completions", "messages"), json={"messages": []}).json()
+    assert told["type"] == "error"  # Anthropic's shape
+    assert [one["id"] for one in served.http.get(served.url + path.replace("completions", "models")).json()["data"]]
+
+
+def test_an_answer_may_go_to_the_end_of_the_context(served):
+    asked = {"max_tokens": -1, "ignore_eos": True}
+    for usage in (served.complete(**asked).json()["usage"], served.chat(**asked).json()["usage"]):
+        assert usage["total_tokens"] == 512
+
+
 def test_any_of_the_keys_opens_the_server_in_any_apis_way(llm):
     with serving(llm, api_key=KEYS) as served:
         for key in KEYS:
