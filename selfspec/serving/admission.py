@@ -14,32 +14,10 @@ from selfspec.serving.calls import Call
 from selfspec.serving.config import ServerConfig
 from selfspec.serving.loop import EngineLoop, EngineUpdate, Load
 from selfspec.serving.metrics import Metrics
+from selfspec.serving.pace import Pace
 from selfspec.serving.refusal import Refusal
 
-LONGEST_RETRY = 60  # the longest time that a client is asked to wait, in seconds
-MEMORY = 0.98  # weight of all outputs that ended before, with one more
-
-
-class Pace:
-    """Seconds from one output's end to the next, lately. Times are of the monotonic clock."""
-
-    def __init__(self) -> None:
-        self._outputs, self._seconds, self._mark = 0.0, 0.0, 0.0
-
-    def begin(self, now: float) -> None:
-        """There is something to do again."""
-        self._mark = now
-
-    def ended(self, count: int, now: float) -> None:
-        """So many outputs ended."""
-        weight = MEMORY**count
-        self._outputs = weight * self._outputs + count
-        self._seconds = weight * self._seconds + now - self._mark
-        self._mark = now
-
-    def seconds(self, count: int) -> float:
-        """In which so many outputs end; 0 where none has ended yet."""
-        return count * self._seconds / self._outputs if self._outputs else 0.0
+LONGEST_RETRY = 60  # seconds; clients such as openai take no longer time from a server
 
 
 class Dispatcher:
@@ -80,6 +58,7 @@ class Dispatcher:
         if (held := engine.max_num_cached_tokens) < (self._config.max_model_len or 0):
             await self.stop()
             raise ValueError(f"max_num_cached_tokens must hold max_model_len tokens, {most}, and {held} are held")
+        self._pace.seed(self._loop.rate)
         self._metrics.cache(engine.cache.page_size, engine.cache.num_pages)
         self.max_model_len, self._has_stopped = min(most, held), False
 
@@ -146,19 +125,19 @@ class Dispatcher:
         free = max(0, self.max_num_seqs - self._load.num_running)
         if waiting + rows > most + free:
             self._metrics.reject("queue_full")
-            raise self._busy(f"{waiting} requests wait, and the server lets at most {most} wait", waiting)
+            raise self._busy(f"{waiting} requests wait, and the server lets at most {most} wait")
         if waiting > free and tokens + call.num_prompt_tokens * call.params.n > self._config.max_waiting_tokens:
             self._metrics.reject("queue_tokens")
             most = self._config.max_waiting_tokens
-            raise self._busy(f"{tokens} prompt tokens wait, and the server lets at most {most} wait", waiting)
+            raise self._busy(f"{tokens} prompt tokens wait, and the server lets at most {most} wait")
 
     @property
     def _num_waiting(self) -> int:
         """Outputs that wait, those included that the engine has not taken yet."""
         return self._load.num_waiting + sum(sent.num_rows for sent in self._sent.values())
 
-    def _busy(self, reason: str, waiting: int) -> Refusal:
-        after = max(1, min(LONGEST_RETRY, math.ceil(self._pace.seconds(waiting))))
+    def _busy(self, reason: str) -> Refusal:
+        after = max(1, min(LONGEST_RETRY, math.ceil(self._pace.seconds(self._open.values()))))
         return Refusal(f"{reason}; try again in {after} s", 429, retry_after=after)
 
     # --------------------------------------------------------------------------------------------------------- update
@@ -170,7 +149,11 @@ class Dispatcher:
             self._asyncio.call_soon_threadsafe(self._deliver, update)
 
     def _deliver(self, update: EngineUpdate) -> None:
-        self._load = update.load
+        waited, self._load = self._load.num_waiting > 0, update.load
+        if update.outputs:
+            came = [own for _, _, output, _ in update.outputs for own in output.outputs]
+            num_ends = sum(own.finish_reason == "stop" for own in came)
+            self._pace.add(sum(len(own.token_ids) for own in came), num_ends, waited, update.outputs[-1][3])
         for call in update.accepted:
             self._sent.pop(call.name, None)
             call.accept()
@@ -186,7 +169,6 @@ class Dispatcher:
                     self._metrics.end(call, choice, now)
             if is_open and call.has_ended:
                 del self._open[call.name]
-                self._pace.ended(call.num_rows, now)
                 self._metrics.prompts(call)
         for call, refusal in update.failed:  # after its outputs, which came before
             self._fail(call, refusal)

@@ -108,6 +108,11 @@ class Call:
         most = self._max_length - len(self.prompts[prompt])
         return self.params if (self.params.max_tokens or most + 1) <= most else replace(self.params, max_tokens=most)
 
+    def num_remaining(self, choice: Choice) -> int:
+        """Most tokens that an output still gets."""
+        most = self._max_length - len(self.prompts[choice.index // self.params.n])
+        return 0 if choice.finish_reason else min(self.params.max_tokens or most, most) - choice.num_tokens
+
     @property
     def num_prompt_tokens(self) -> int:
         return sum(map(len, self.prompts))

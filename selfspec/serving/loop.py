@@ -65,6 +65,8 @@ class EngineLoop:
         self._live: dict[str, tuple[Call, int]] = {}  # the engine's requests by id, and which prompt of the call it is
         self._unstarted: dict[str, int] = {}  # those that have no place yet, and their tokens
         self._update, self._load = EngineUpdate(), Load()
+        self.rate = 0.0
+        """Tokens per second of a full batch while warming up; 0: that was not done."""
 
     def start(self, max_num_seqs: int, max_num_cached_tokens: int, warms_up: bool = False) -> LLMEngine:
         """Make an engine of that size, which may take seconds, and serve; only its constants may be read.
@@ -97,7 +99,7 @@ class EngineLoop:
         try:
             engine = self._llm.engine(**self._sizes)
             if self._warms_up:
-                warm_up(engine)
+                self.rate = warm_up(engine)
         except BaseException as problem:
             self._ready.set_exception(problem)
             return
