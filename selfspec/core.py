@@ -101,6 +101,10 @@ class StructuredOutputs:
                 f"structured_outputs.json must have patterns of at most {MAX_EXPRESSION} characters, got {length}"
             )
 
+    def refusal(self, reason: str) -> str:
+        """A sentence that says why it cannot be honoured."""
+        return f"structured_outputs.{self.source[0]} is refused by llguidance: {reason}"
+
     @property
     def source(self) -> tuple[str, str]:
         """How it is written, "json", "regex", "choice" or "grammar", and the text; choices are a terminal of Lark."""

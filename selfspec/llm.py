@@ -15,7 +15,7 @@ from torch import nn
 
 from selfspec.control.plan import Policy
 from selfspec.control.registry import POLICIES
-from selfspec.core import Request, SamplingParams, SpeculativeConfig
+from selfspec.core import Request, SamplingParams, SpeculativeConfig, StructuredOutputs
 from selfspec.decoding.defaults import Prompt
 from selfspec.decoding.engine import MAX_STEP_SECONDS, LLMEngine, OnRound, page_size_of
 from selfspec.decoding.outputs import RequestOutput
@@ -26,6 +26,8 @@ from selfspec.loading.hub import open_target
 from selfspec.loading.target import Target
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.split_model import SplitModel
+from selfspec.structured.formats import FORMATS, knows_tools, told_of_tools, with_short_ids
+from selfspec.structured.tool_calls import ToolUse
 
 Message = Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -160,6 +162,10 @@ class LLM:
         on_round: OnRound | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool | None = None,
+        tool_call_parser: str | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several.
 
@@ -167,27 +173,81 @@ class LLM:
             messages: `{"role": "user", "content": "..."}` and so on; or a list of such lists.
             chat_template: a Jinja template; default: the tokenizer's own.
             chat_template_kwargs: what else the template is given, or `apply_chat_template`.
+            tools: functions that the model may call, `{"type": "function", "function": {"name": ..., "parameters":
+                SCHEMA}}`; calls are the outputs' `tool_calls`, and their arguments follow the schema.
+            tool_choice: "auto" (default): the model calls one or answers; "none"; "required"; or a tool by name,
+                which it calls once, `{"type": "function", "function": {"name": ...}}`.
+            parallel_tool_calls: whether an output may have several calls; default: it may.
+            tool_call_parser: the format of calls, "hermes", "llama3_json", "mistral" or "mistral_args"; default: that
+                of the chat template, and Hermes' where it knows no tools.
 
         Raises:
-            ValueError: there is no chat template, or what `generate` refuses.
+            ValueError: there is no chat template, or what `generate` refuses; a tool that is wrong, or whose parameters
+                no grammar can follow.
         """
         is_list = isinstance(messages, list | tuple)
         several = [messages] if is_list and messages and isinstance(messages[0], Mapping) else messages
         if not is_list or any(isinstance(one, str | Mapping) for one in several):
             raise ValueError(f"messages must be a list of mappings, or several such lists, {got(messages)}")
-        prompts = [self.chat_prompt(one, chat_template, **(chat_template_kwargs or {})) for one in several]  # type: ignore[arg-type]
-        return self.generate(prompts, sampling_params, on_round=on_round)
+        options, use = dict(chat_template_kwargs or {}), None
+        if tools:
+            use = self.tool_use(tools, tool_choice, parallel_tool_calls, tool_call_parser, chat_template)
+        if use is not None:
+            options["tools"] = use.as_dicts
+        prompts = [self.chat_prompt(one, chat_template, **options) for one in several]  # type: ignore[arg-type]
+        if use is None:
+            return self.generate(prompts, sampling_params, on_round=on_round)
+        params = [use.params(own) for own in _each(sampling_params, len(prompts))]
+        return [use.read(output) for output in self.generate(prompts, params, on_round=on_round)]
+
+    def tool_use(
+        self,
+        tools: Sequence[Any],
+        tool_choice: Any = None,
+        parallel: bool | None = None,
+        parser: str | None = None,
+        chat_template: str | None = None,
+        text: StructuredOutputs | None = None,
+    ) -> ToolUse | None:
+        """How this model calls tools; None: it shall not.
+
+        Args:
+            text: what an output that calls nothing must look like, JSON; default: any text.
+
+        Raises:
+            ValueError: see `chat`.
+        """
+        if parser is not None and parser not in FORMATS:
+            raise ValueError(f"tool_call_parser must be one of {', '.join(FORMATS)}, {got(parser)}")
+        own: dict[str, Any] = {"tokenizer": self.tokenizer, "template": self._template(chat_template)}
+        own |= {"eos": self.target.defaults.eos_token_ids, "parser": parser, "text": text}
+        return ToolUse.of(tools, tool_choice, parallel, **own)
+
+    def _template(self, given: str | None) -> str:
+        """The chat template of conversations with tools.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if given is None and not getattr(self.tokenizer, "chat_template", None):
+            raise ValueError("chat needs a tokenizer with a chat template, and this model has none; use generate")
+        return str(self.tokenizer.get_chat_template(given, tools=[{}]))
 
     def chat_prompt(
         self, messages: Sequence[Message], chat_template: str | None = None, **template_kwargs: Any
     ) -> list[int]:
         """A conversation's token ids, up to where the model answers.
 
+        Tools, their calls and results are written as texts where the template knows no tools.
+
         Raises:
             ValueError: there is no chat template.
         """
-        if not (chat_template or getattr(self.tokenizer, "chat_template", None)):
-            raise ValueError("chat needs a tokenizer with a chat template, and this model has none; use generate")
+        template = self._template(chat_template)
+        if not knows_tools(template):
+            messages = told_of_tools(messages, template_kwargs.pop("tools", None) or (), template)
+        elif "[TOOL_CALLS]" in template:
+            messages = with_short_ids(messages)
         options = {"add_generation_prompt": True, **template_kwargs, "tokenize": True, "return_dict": False}
         ids = self.tokenizer.apply_chat_template(list(messages), chat_template=chat_template, **options)
         return [int(token) for token in ids]

@@ -129,6 +129,7 @@ class CompletionOutput:
         cumulative_logprob: the sum over the new tokens.
         stats: what was drafted and accepted, once it has ended.
         num_cached_tokens: tokens of the prompt that were in the cache before it was read, once it has ended.
+        tool_calls: calls of tools in OpenAI's words, as `LLM.chat` finds them; `text` is then what precedes them.
     """
 
     index: int
@@ -140,6 +141,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     stats: SpecStats | None = None
     num_cached_tokens: int | None = None
+    tool_calls: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

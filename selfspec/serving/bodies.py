@@ -17,6 +17,8 @@ from selfspec.serving.calls import Call, Choice
 from selfspec.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from selfspec.serving.refusal import Refusal
 from selfspec.serving.token_texts import TokenTexts
+from selfspec.structured.formats import CallPiece, CallReader
+from selfspec.structured.tool_calls import ToolUse, call_of, gathered, new_id
 
 RUN = 3  # tokens that have to be alike before a prediction is gone on with
 LEAST = -9999.0  # stands for log-probabilities that JSON has no number for
@@ -56,12 +58,14 @@ class Writer:
         head = self._head(self.chunk_kind)
         try:
             async for pieces in self.call.changes():
-                body = []
+                body = list[bytes]()
                 for piece in pieces:
-                    chunk = head | {"choices": [self._choice(piece)]}
+                    chunks = [head | {"choices": [choice]} for choice in self._choices(piece)]
                     if has_usage or continues:
-                        chunk |= {"usage": self._usage() if continues else None}
-                    body.append(event(chunk if piece.finish_reason is None else chunk | self._acceptance([piece])))
+                        chunks = [chunk | {"usage": self._usage() if continues else None} for chunk in chunks]
+                    if piece.finish_reason is not None:
+                        chunks[-1] |= self._acceptance([piece])
+                    body += map(event, chunks)
                 yield b"".join(body)
             if has_usage:
                 yield event(head | {"choices": [], "usage": self._usage()})
@@ -73,9 +77,13 @@ class Writer:
         head = {"id": self.call.name, "object": kind, "created": self.created, "model": self.model}
         return head | {"system_fingerprint": None}
 
+    def _choices(self, piece: Choice) -> list[dict[str, Any]]:
+        """A piece as the choices of chunks."""
+        return [self._choice(piece)]
+
     def _choice(self, choice: Choice) -> dict[str, Any]:
-        body = self.choice(choice)
-        body |= {"index": choice.index, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        end = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        body = {"index": choice.index} | end | self.choice(choice)
         return body | {"token_ids": choice.token_ids} if self.request.return_token_ids else body
 
     def _usage(self) -> dict[str, Any]:
@@ -183,6 +191,13 @@ class ChatWriter(Writer):
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     request: ChatRequest
 
+    def __init__(
+        self, request: ChatRequest, call: Call, model: str, tokens: TokenTexts, use: ToolUse | None = None
+    ) -> None:
+        super().__init__(request, call, model, tokens)
+        self.num_parts = 0  # of an answer that has parts
+        self._readers = [CallReader(None) if use is None else use.reader() for _ in call.choices]
+
     def _usage(self) -> dict[str, Any]:
         expected: Any = self.call.params.prediction
         if not expected:
@@ -195,14 +210,60 @@ class ChatWriter(Writer):
     def body(self) -> dict[str, Any]:
         return super().body() | self._prompt_logprobs(0)
 
+    def pieces(self, choice: Choice) -> list[CallPiece]:
+        """What is new of an output: of its text, and of its calls of tools."""
+        return self._readers[choice.index].read(choice.text, choice.finish_reason is not None)
+
+    def parts(self, choice: Choice) -> list[tuple[int, bool, CallPiece]]:
+        """The same of the only output, with the number of the part that a piece belongs to, which is text or a call,
+        and whether the part begins with it.
+        """
+        found = list[tuple[int, bool, CallPiece]]()
+        for one in self.pieces(choice):
+            begins = not self.num_parts or one.name is not None
+            self.num_parts += begins
+            found.append((self.num_parts - 1, begins, one))
+        return found
+
+    def end_of(self, choice: Choice) -> str | None:
+        """Why an output ended."""
+        has_called = choice.finish_reason == "stop" and self._readers[choice.index].has_called
+        return "tool_calls" if has_called else choice.finish_reason
+
+    def call_id(self, choice: int, call: int, prefix: str = "call_") -> str:
+        """The id of a call of an output."""
+        return new_id(f"{self.call.name}/{choice}/{call}", prefix)
+
     def choice(self, choice: Choice) -> dict[str, Any]:
-        message: dict[str, Any] = {"content": choice.text}
-        if not self.request.stream:
-            message = {"role": "assistant"} | message | {"refusal": None}
-        elif choice.num_read == 0:
-            message = {"role": "assistant"} | message
-        logprobs = None if choice.logprobs is None else {"content": self.logprobs(choice), "refusal": None}
-        return {"delta" if self.request.stream else "message": message, "logprobs": logprobs}
+        text, calls = gathered(self.pieces(choice))
+        message: dict[str, Any] = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
+        if calls:
+            made = [call_of(self.call_id(choice.index, i), *call) for i, call in enumerate(calls)]
+            message |= {"tool_calls": made}
+        return {"message": message} | self._told(choice)
+
+    def _choices(self, piece: Choice) -> list[dict[str, Any]]:
+        deltas = [self._delta(piece.index, one) for one in self.pieces(piece)]
+        if not deltas:
+            deltas = [{} if self._readers[piece.index].num_calls else {"content": ""}]
+        if piece.num_read == 0:
+            deltas[0] = {"role": "assistant", "content": None} | deltas[0]
+        nothing = {"index": piece.index, "finish_reason": None, "stop_reason": None, "logprobs": None}
+        *early, last = deltas
+        whole = {"index": piece.index, "stop_reason": piece.stop_reason, "delta": last} | self._told(piece)
+        whole |= {"token_ids": piece.token_ids} if self.request.return_token_ids else {}
+        return [*[nothing | {"delta": delta} for delta in early], whole]
+
+    def _delta(self, choice: int, piece: CallPiece) -> dict[str, Any]:
+        if piece.call is None:
+            return {"content": piece.text}
+        function = {"arguments": piece.text} if piece.name is None else {"name": piece.name, "arguments": piece.text}
+        begun = {} if piece.name is None else {"id": self.call_id(choice, piece.call), "type": "function"}
+        return {"tool_calls": [{"index": piece.call, **begun, "function": function}]}
+
+    def _told(self, choice: Choice) -> dict[str, Any]:
+        likely = None if choice.logprobs is None else {"content": self.logprobs(choice), "refusal": None}
+        return {"logprobs": likely, "finish_reason": self.end_of(choice)}
 
     def logprobs(self, choice: Choice) -> list[dict[str, Any]]:
         """Those of a piece, a token each."""

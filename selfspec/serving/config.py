@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from selfspec.errors import flag, got, is_number, whole
+from selfspec.structured.formats import FORMATS
 
 ENV_API_KEY = "SELFSPEC_API_KEY"
 SEQUENCE_TOKENS = 2048  # for each output decoded together, where nobody names a number
@@ -31,6 +32,8 @@ class ServerConfig:
         max_num_cached_tokens: tokens whose keys and values fit at once, at least 64. Default: 2,048, or the
             model's context, for each output decoded together, and at least the model's context up to 32,768.
         chat_template: a Jinja template, or a file that holds one, in place of the model's own.
+        tool_call_parser: the format in which the model calls tools, "hermes", "llama3_json", "mistral" or
+            "mistral_args"; default: that of the chat template.
         max_waiting_requests: outputs that may wait for a place; more are refused with 429.
         max_waiting_tokens: prompt tokens that may wait; a single request may exceed it while no other waits.
         request_timeout: seconds after which a request is ended, waiting included.
@@ -52,6 +55,7 @@ class ServerConfig:
     max_model_len: int | None = None
     max_num_cached_tokens: int | None = None
     chat_template: str | None = None
+    tool_call_parser: str | None = None
     max_waiting_requests: int = 256
     max_waiting_tokens: int = 1 << 18
     request_timeout: float = 600.0
@@ -75,6 +79,8 @@ class ServerConfig:
         whole("max_body_bytes", self.max_body_bytes, 1)
         if not (is_number(self.request_timeout) and self.request_timeout > 0):
             raise ValueError(f"request_timeout must be a number of seconds above 0, {got(self.request_timeout)}")
+        if self.tool_call_parser not in (None, *FORMATS):
+            raise ValueError(f"tool_call_parser must be one of {', '.join(FORMATS)}, {got(self.tool_call_parser)}")
         for name in ("warm_up", "access_log", "log_prompts"):
             flag(name, getattr(self, name))
         if self.max_model_len and self.max_num_cached_tokens and self.max_model_len > self.max_num_cached_tokens:

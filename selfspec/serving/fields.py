@@ -19,7 +19,7 @@ _log = logging.getLogger("selfspec.serving")
 # They cannot change the output: accepted at any value, ignored, and logged once.
 NAMES = (
     # OpenAI's and Anthropic's
-    "cache_control inference_geo metadata parallel_tool_calls prompt_cache_key prompt_cache_options "
+    "cache_control inference_geo metadata prompt_cache_key prompt_cache_options "
     "prompt_cache_retention safety_identifier service_tier store user "
     # vLLM's
     "cache_salt include_reasoning length_penalty media_io_kwargs priority request_id return_mm_kwargs "
@@ -54,8 +54,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "speed": ("standard",),
     "suffix": ("",),
     "thinking": ({"type": "disabled"},),
-    "tool_choice": ("none", "auto", {"type": "none"}, {"type": "auto"}),
-    "tools": ([],),
     "truncation": ("disabled",),
     "verbosity": ("medium",),
     "web_search_options": (),

@@ -16,6 +16,7 @@ from selfspec.core import MAX_LOGPROBS, SamplingParams
 from selfspec.serving.fields import check_fields
 from selfspec.serving.refusal import Refusal, invalid
 from selfspec.serving.structured import NAMED, structured_outputs
+from selfspec.structured.tool_calls import CHOICES, MOST_TOOLS
 
 COMPLETION_TOKENS = 16  # of a completion whose client names no length, as OpenAI has it
 CHAT_TOKENS = 1024  # of an answer without a length, for which memory is taken at a time
@@ -30,6 +31,8 @@ SHAPES = {  # of fields that may have several, of which pydantic would name the 
     "prompt": f"a text, a list of at most {MOST_PARTS} texts, a list of token ids, or a list of those",
     "guided_json": "a JSON schema, an object or its text",
     "stop": f"a text, or a list of at most {MOST_STOPS} texts",
+    "tools": f"a list of at most {MOST_TOOLS} tools",
+    "tool_choice": CHOICES,
     "messages": f"a list of 1 to {MOST_PARTS} messages, each with a role and a content",
     "content": f"a text, null, or a list of at most {MOST_PARTS} parts",
 }
@@ -195,6 +198,9 @@ class Message(Body):
         return {"role": ROLES.get(self.role, self.role), "content": content or "", **fields}
 
 
+Tools = Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS, fail_fast=True)]
+
+
 class Prediction(Body):
     """What much of the answer is expected to be: a text, or texts in parts."""
 
@@ -222,6 +228,9 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     prediction: Prediction | None = None
+    tools: Tools | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     echo: Literal[False] | None = None
 
     @property

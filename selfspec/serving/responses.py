@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from selfspec.serving.bodies import ChatWriter, event
 from selfspec.serving.calls import Call, Choice
 from selfspec.serving.fields import check_fields
-from selfspec.serving.protocol import Body, ChatRequest, GenerationRequest, translated
+from selfspec.serving.protocol import Body, ChatRequest, GenerationRequest, Tools, translated
 from selfspec.serving.refusal import Refusal, shown
 from selfspec.serving.store import Items, ResponseStore
 from selfspec.serving.token_texts import TokenTexts
+from selfspec.structured.formats import CallPiece
+from selfspec.structured.tool_calls import ToolUse
 
 LOGPROBS = "message.output_text.logprobs"  # in `include`
 PLAIN = {"type": "text"}
@@ -43,6 +46,9 @@ class ResponsesRequest(GenerationRequest):
     reasoning: Reasoning | None = None
     previous_response_id: str | None = None
     store: bool | None = None
+    tools: Tools | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
     @property
     def num_likely(self) -> int | None:
@@ -73,7 +79,42 @@ class ResponsesRequest(GenerationRequest):
         more: dict[str, Any] = {"messages": messages, "logprobs": self.num_likely is not None}
         more |= {"top_logprobs": self.top_logprobs, "max_completion_tokens": self.max_output_tokens}
         more |= {} if shape is None else {"response_format": shape}
+        more |= {"tool_choice": _nested(self.tool_choice), "parallel_tool_calls": self.parallel_tool_calls}
+        more |= {"tools": self.tools and [_nested(one) for one in self.tools]}
         return translated(self, more | {"reasoning_effort": self.reasoning and self.reasoning.effort})
+
+
+def _nested(given: Any) -> Any:
+    """A tool, or the choice of one, as chats have it: what a function is called and takes stands in an object."""
+    if not isinstance(given, dict):
+        return given
+    own = {key: value for key, value in given.items() if key != "type"}
+    if given.get("type") == "allowed_tools" and isinstance(own.get("tools"), list):
+        own["tools"] = [_nested(one) for one in own["tools"]]
+    return {"type": given.get("type"), given.get("type"): own}
+
+
+@dataclass(slots=True)
+class Item:
+    """An item of a response's output: a message, or a call of a function."""
+
+    head: dict[str, Any]
+    text: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def is_call(self) -> bool:
+        return self.head["type"] == "function_call"
+
+    @property
+    def part(self) -> dict[str, Any]:
+        """The only part of a message."""
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
+
+    def as_dict(self, status: str) -> dict[str, Any]:
+        """As far as it has come."""
+        own = {"arguments": self.text} if self.is_call else {"content": [self.part]}
+        return self.head | {"status": status} | own
 
 
 class ResponsesWriter(ChatWriter):
@@ -94,45 +135,41 @@ class ResponsesWriter(ChatWriter):
         call: Call,
         model: str,
         tokens: TokenTexts,
+        use: ToolUse | None = None,
     ) -> None:
-        super().__init__(request, call, model, tokens)
+        super().__init__(request, call, model, tokens, use)
         self._before, self._store = before, store
-        self._asked, self._item = asked, call.name.replace("resp", "msg", 1)
-        self._written, self._told = "", list[dict[str, Any]]()
+        self._asked, self._items = asked, list[Item]()
+        self._numbers = iter(range(1 << 62))
 
     def body(self) -> dict[str, Any]:
         [choice] = self.call.choices
-        self._take(choice)
-        return self._ended(choice)
+        for _ in self._taken(choice):
+            pass
+        if not self._items:
+            self._items.append(self._new_item(None))
+        return self._whole(choice)
 
     async def events(self) -> AsyncIterator[bytes]:
-        number, place = iter(range(1 << 62)), {"item_id": self._item, "output_index": 0, "content_index": 0}
-
-        def told(kind: str, **more: Any) -> bytes:
-            return event({"type": kind, "sequence_number": next(number), **more}, kind)
-
-        item = self._message("in_progress") | {"content": []}
-        yield told("response.created", response=self._response(None))
-        yield told("response.in_progress", response=self._response(None))
-        yield told("response.output_item.added", output_index=0, item=item)
-        yield told("response.content_part.added", **place, part=self._part())
+        yield self._event("response.created", response=self._response(None))
+        yield self._event("response.in_progress", response=self._response(None))
         last = self.call.choices[0]
         try:
             async for [piece] in self.call.changes():
-                known, last = len(self._told), piece
-                self._take(piece)
-                more = {"delta": piece.text, "logprobs": self._told[known:]}
-                yield told("response.output_text.delta", **place, **more)
+                last = piece
+                for events in self._taken(piece):
+                    yield events
         except Refusal as problem:
-            yield told("error", code=problem.code, message=problem.message, param=problem.param)
+            yield self._event("error", code=problem.code, message=problem.message, param=problem.param)
             return
-        yield told("response.output_text.done", **place, text=self._written, logprobs=self._told)
-        yield told("response.content_part.done", **place, part=self._part())
-        response = self._ended(last)
-        yield told("response.output_item.done", output_index=0, item=response["output"][0])
-        yield told(f"response.{response['status']}", response=response)
+        if not self._items:
+            self._items.append(self._new_item(None))
+            yield self._begun()
+        response = self._whole(last)
+        yield self._ended(response["output"])
+        yield self._event(f"response.{response['status']}", response=response)
 
-    def _ended(self, last: Choice) -> dict[str, Any]:
+    def _whole(self, last: Choice) -> dict[str, Any]:
         """The whole response, which is stored."""
         response = self._response(last)
         if self._is_stored:
@@ -143,15 +180,58 @@ class ResponsesWriter(ChatWriter):
     def _is_stored(self) -> bool:
         return self._asked.store is not False and self._store.keeps
 
-    def _take(self, piece: Choice) -> None:
-        self._written += piece.text
-        self._told += [] if piece.logprobs is None else self.logprobs(piece)
+    def _event(self, kind: str, **more: Any) -> bytes:
+        return event({"type": kind, "sequence_number": next(self._numbers), **more}, kind)
 
-    def _part(self) -> dict[str, Any]:
-        return {"type": "output_text", "text": self._written, "annotations": [], "logprobs": self._told}
+    def _taken(self, piece: Choice) -> Iterator[bytes]:
+        """Take a piece; its events."""
+        logprobs = [] if piece.logprobs is None else self.logprobs(piece)
+        for at, begins, one in self.parts(piece):
+            if begins:
+                yield self._ended([item.as_dict("completed") for item in self._items])
+                self._items.append(self._new_item(one))
+                yield self._begun()
+            item, place = self._items[-1], {"item_id": self._items[-1].head["id"], "output_index": at}
+            item.text += one.text
+            if item.is_call:
+                if one.text:
+                    yield self._event("response.function_call_arguments.delta", **place, delta=one.text)
+                continue
+            item.logprobs += logprobs
+            more = {"content_index": 0, "delta": one.text, "logprobs": logprobs}
+            logprobs = []
+            yield self._event("response.output_text.delta", **place, **more)
 
-    def _message(self, status: str) -> dict[str, Any]:
-        return {"id": self._item, "type": "message", "status": status, "role": "assistant", "content": [self._part()]}
+    def _new_item(self, piece: CallPiece | None) -> Item:
+        if piece is None or piece.call is None:
+            return Item({"id": self.call.name.replace("resp", "msg", 1), "type": "message", "role": "assistant"})
+        names = {"call_id": self.call_id(0, piece.call), "name": piece.name}
+        return Item({"id": self.call_id(0, piece.call, "fc_"), "type": "function_call", **names})
+
+    def _begun(self) -> bytes:
+        """The last item has begun."""
+        item, at = self._items[-1], len(self._items) - 1
+        empty = item.as_dict("in_progress") | ({} if item.is_call else {"content": []})
+        added = self._event("response.output_item.added", output_index=at, item=empty)
+        if item.is_call:
+            return added
+        place = {"item_id": item.head["id"], "output_index": at, "content_index": 0}
+        return added + self._event("response.content_part.added", **place, part=item.part)
+
+    def _ended(self, items: list[dict[str, Any]]) -> bytes:
+        """The last of the items has ended."""
+        if not items:
+            return b""
+        item, at = self._items[-1], len(items) - 1
+        place: dict[str, Any] = {"item_id": item.head["id"], "output_index": at}
+        if item.is_call:
+            more = {"arguments": item.text, "name": item.head["name"]}
+            told = self._event("response.function_call_arguments.done", **place, **more)
+        else:
+            place |= {"content_index": 0}
+            told = self._event("response.output_text.done", **place, text=item.text, logprobs=item.logprobs)
+            told += self._event("response.content_part.done", **place, part=item.part)
+        return told + self._event("response.output_item.done", output_index=at, item=items[-1])
 
     def _response(self, ended: Choice | None) -> dict[str, Any]:
         """The response as it is; None: nothing of it has ended."""
@@ -171,20 +251,25 @@ class ResponsesWriter(ChatWriter):
             "max_output_tokens": self._asked.max_output_tokens,
             "metadata": extra.get("metadata") or {},
             "model": self.model,
-            "output": [] if ended is None else [self._message(status)],
-            "parallel_tool_calls": extra.get("parallel_tool_calls") is not False,
+            "output": [] if ended is None else self._output(status),
+            "parallel_tool_calls": self._asked.parallel_tool_calls is not False,
             "previous_response_id": self._asked.previous_response_id,
             "reasoning": {"effort": self.request.reasoning_effort, "summary": None},
             "store": self._is_stored,
             "temperature": params.temperature,
             "text": {"format": (self._asked.text and self._asked.text.format) or PLAIN},
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": self._asked.tool_choice or "auto",
+            "tools": self._asked.tools or [],
             "top_logprobs": self._asked.top_logprobs or 0,
             "top_p": 1.0 if params.top_p is None else params.top_p,
             "truncation": "disabled",
             "usage": None if ended is None else self._tokens(),
         }
+
+    def _output(self, status: str) -> list[dict[str, Any]]:
+        """All items; only the last may be incomplete."""
+        last = len(self._items) - 1
+        return [item.as_dict(status if at == last else "completed") for at, item in enumerate(self._items)]
 
     def _tokens(self) -> dict[str, Any]:
         usage = self._usage()

@@ -40,6 +40,7 @@ from selfspec.serving.structured import asking, refusal
 from selfspec.serving.token_texts import TokenTexts
 from selfspec.serving.tokenizing import DetokenizeRequest, TokenizeRequest
 from selfspec.serving.tokens import Reader
+from selfspec.structured.tool_calls import ToolGrammar, ToolUse
 
 _log = logging.getLogger("selfspec.serving")
 STREAM_HEADERS = (
@@ -92,7 +93,7 @@ class Server:
     def __init__(self, llm: LLM, config: ServerConfig) -> None:
         self.config, self.metrics = config, Metrics(config.model)
         self.dispatcher = Dispatcher(llm, config, self.metrics)
-        self.reader = Reader(llm, template_of(config.chat_template))
+        self.reader = Reader(llm, template_of(config.chat_template), config.tool_call_parser)
         self.info = Info(config, self.metrics, self.dispatcher, self.reader)
         self.tokens = TokenTexts(llm.tokenizer)
         self.responses = ResponseStore(config.max_stored_bytes)
@@ -130,8 +131,8 @@ class Server:
         """`/v1/chat/completions`."""
         model = self.info.name(asked.model)
         asked.refuse_unserved()
-        call = await self._chat_call(asked, "chatcmpl-")
-        return Answer(ChatWriter(asked, call, model, self.tokens), self.dispatcher)
+        call, use = await self._chat_call(asked, "chatcmpl-")
+        return Answer(ChatWriter(asked, call, model, self.tokens, use), self.dispatcher)
 
     async def respond(self, asked: ResponsesRequest) -> Response:
         """`/v1/responses`."""
@@ -139,8 +140,8 @@ class Server:
         asked.refuse_unserved()
         before = self.responses.conversation(asked.previous_response_id)
         request = asked.as_chat(before)
-        call = await self._chat_call(request, "resp_")
-        writer = ResponsesWriter(asked, before, self.responses, request, call, model, self.tokens)
+        call, use = await self._chat_call(request, "resp_")
+        writer = ResponsesWriter(asked, before, self.responses, request, call, model, self.tokens, use)
         return Answer(writer, self.dispatcher)
 
     async def response(self, name: str) -> Response:
@@ -157,14 +158,15 @@ class Server:
         model = self.info.name(asked.model)
         asked.refuse_unserved()
         request = asked.as_chat()
-        call = await self._chat_call(request, "msg_")
-        return Answer(MessagesWriter(request, call, model, self.tokens), self.dispatcher)
+        call, use = await self._chat_call(request, "msg_")
+        return Answer(MessagesWriter(request, call, model, self.tokens, use), self.dispatcher)
 
     async def count(self, asked: MessagesRequest) -> Response:
         """`/v1/messages/count_tokens`."""
         self.info.name(asked.model)
         asked.refuse_unserved()
-        return Json({"input_tokens": len(await self.reader.chat(asked.as_chat()))})
+        request = asked.as_chat()
+        return Json({"input_tokens": len(await self.reader.chat(request, await self.reader.tools(request)))})
 
     async def tokenize(self, asked: TokenizeRequest) -> Response:
         """`/tokenize`."""
@@ -180,16 +182,19 @@ class Server:
         text = self.reader.text(asked.tokens)
         return Json({"prompt": text, "content": text})
 
-    async def _chat_call(self, asked: ChatRequest, kind: str) -> Call:
-        """The call that answers a conversation; `kind` is the first part of its name."""
+    async def _chat_call(self, asked: ChatRequest, kind: str) -> tuple[Call, ToolUse | None]:
+        """The call that answers a conversation, and how tools are called; `kind` is the first part of its name."""
         self.dispatcher.refuse_too_many(1, asked.n or 1)
-        prompt = await self.reader.chat(asked)
+        use = await self.reader.tools(asked)
+        prompt = await self.reader.chat(asked, use)
         length = self.reader.max_model_len - len(prompt) if asked.length is None else asked.length
         expected = await self.reader.prediction(asked)
         reserve = CHAT_TOKENS if asked.length is None else None
         call = self._call(kind, asked, [prompt], length, False, reserve, prediction=expected or None)
+        if use is not None:
+            call.params = use.params(call.params)
         await self._check_grammar(asked, call)
-        return call
+        return call, use
 
     async def _check_grammar(self, asked: GenerationRequest, call: Call) -> None:
         """Compile the grammar of structured outputs in another thread, where the engine finds it.
@@ -204,6 +209,8 @@ class Server:
         try:
             await asyncio.to_thread(self._defaults.grammars.row, wanted, eos, self._vocab_size)
         except (ValueError, ImportError) as problem:
+            if isinstance(wanted, ToolGrammar):
+                raise Refusal(str(problem), param="tools") from problem
             raise refusal(str(problem), asking(asked.shapes)) from problem
 
     def _call(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any, TypeVar
@@ -10,6 +11,8 @@ from typing import Any, TypeVar
 from selfspec.llm import LLM
 from selfspec.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from selfspec.serving.refusal import Refusal, too_long
+from selfspec.serving.structured import structured_outputs
+from selfspec.structured.tool_calls import ToolUse
 
 SHORT = 4096  # characters that are tokenized at once, without a thread
 Value = TypeVar("Value")
@@ -21,10 +24,12 @@ class Reader:
     Args:
         llm: whose tokenizer reads.
         chat_template: a Jinja template; None: the tokenizer's own.
+        tool_call_parser: the format of calls; None: the template's.
     """
 
-    def __init__(self, llm: LLM, chat_template: str | None = None) -> None:
+    def __init__(self, llm: LLM, chat_template: str | None = None, tool_call_parser: str | None = None) -> None:
         self._llm, self.tokenizer, self._given = llm, llm.tokenizer, chat_template
+        self._parser = tool_call_parser
         self._vocab_size = llm.target.split.vocab_size
         self.max_model_len = llm.target.split.context_limit
         """Most tokens of a prompt and its answer."""
@@ -70,7 +75,23 @@ class Reader:
         size = sum(len(one) for one in made if not isinstance(one, str))
         return await self._away(size, lambda: [one if isinstance(one, str) else self.text(one, skips) for one in made])
 
-    async def chat(self, request: ChatRequest) -> list[int]:
+    async def tools(self, request: ChatRequest) -> ToolUse | None:
+        """How the model calls a request's tools; None: it shall not.
+
+        Raises:
+            Refusal: a tool is wrong.
+        """
+        given = request.tools or []
+        if not given and request.tool_choice is None:
+            return None
+        text = structured_outputs(request.shapes)
+        asked = (given, request.tool_choice, request.parallel_tool_calls, self._parser, self._given, text)
+        try:
+            return await self._away(SHORT * len(given), lambda: self._llm.tool_use(*asked))
+        except ValueError as problem:
+            raise Refusal(str(problem), param=re.split(r"\W", str(problem))[0]) from problem
+
+    async def chat(self, request: ChatRequest, use: ToolUse | None = None) -> list[int]:
         """Token ids of a conversation, up to where the model answers.
 
         Raises:
@@ -90,6 +111,9 @@ class Reader:
                 param="add_special_tokens",
             )
         options = request.template_options | more
+        if use is not None:
+            options["tools"] = use.as_dicts
+            size += len(use.outputs.lark)
         try:
             ids = await self._away(size, lambda: self._llm.chat_prompt(messages, self._given, **options))
         except Exception as problem:  # templates are programs, which raise what they like

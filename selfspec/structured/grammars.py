@@ -116,7 +116,7 @@ class Grammars:
                 options = {"whitespace_flexible": not asked.disable_any_whitespace}
                 text = llguidance.LLMatcher.grammar_from_json_schema(source, defaults=options)
             else:
-                text = llguidance.grammar_from({"choice": "lark"}.get(kind, kind), source)
+                text = llguidance.grammar_from({"choice": "lark", "tools": "lark"}.get(kind, kind), source)
             made = llguidance.LLMatcher(trie, text, log_level=0)
             if not made.is_error() and not made.is_stopped():
                 made.compute_bitmask()
@@ -125,7 +125,7 @@ class Grammars:
             problem = str(refused)
         if problem:
             reason = "no text follows it" if problem.startswith("NoExtension") else reason_of(problem)
-            raise ValueError(f"structured_outputs.{kind} is refused by llguidance: {reason}")
+            raise ValueError(asked.refusal(reason))
         return made
 
 

@@ -88,7 +88,7 @@ def test_a_bad_line_is_an_error_line_and_the_others_are_answered(run, folder, tm
     lines = [
         "no json", "[]", "", {"custom_id": {}, "prompt": "x"}, {"body": 3}, {"url": "/v1/embeddings", "body": {}}, good,
         good, {"custom_id": "streams", "prompt": "x", "stream": True},
-        {"custom_id": "field", "prompt": "x", "tools": [{}]}, {"model": "other"},
+        {"custom_id": "field", "prompt": "x", "functions": [{}]}, {"model": "other"},
     ]  # fmt: skip
     done = run("batch", folder, "--input", written(tmp_path / "in", lines), "--output", tmp_path / "out", *PLAIN)
     answers = read(tmp_path / "out")

@@ -13,7 +13,7 @@ from tests.serving.server import serving, speaker
 from tests.serving.test_protocol import events, refused
 
 SHOW = (
-    "{% for m in messages %}{{ m | tojson }}\n{% endfor %}"
+    "{# tools #}{% for m in messages %}{{ m | tojson }}\n{% endfor %}"
     "{{ reasoning_effort }}{% if add_generation_prompt %}bot:{% endif %}"
 )
 CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}

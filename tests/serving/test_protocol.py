@@ -147,7 +147,7 @@ def test_values_that_ask_for_nothing_change_nothing(served):
 
 
 ASKING = [
-    ("tools", [{"type": "function"}]),
+    ("functions", [{"name": "f"}]),
     ("best_of", True),
     ("suffix", "end"),
     ("unheard_of", 0),

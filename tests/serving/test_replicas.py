@@ -126,8 +126,8 @@ class TestReplicas:
                 assert whole.headers["x-replica-id"] == name and whole.parse().choices[0].text == texts[at]
                 chunks = client.completions.create(**asked, stream=True)
                 assert "".join(chunk.choices[0].text for chunk in chunks) == texts[at]
-                with pytest.raises(openai.BadRequestError, match="tools"):
-                    client.completions.create(**asked | {"extra_body": {"tools": [{}]}})
+                with pytest.raises(openai.BadRequestError, match="functions"):
+                    client.completions.create(**asked | {"extra_body": {"functions": [{}]}})
 
     def test_one_is_killed_under_load(self, url, marks, texts):
         before = replicas_of_sessions(url)

@@ -146,7 +146,7 @@ WRONG_RESPONSES = [
     ({"input": [{"role": "user", "content": 5}]}, "messages", "got 5"),
     ({"background": True}, "background", "got True"),
     ({"n": 2}, "n", "send several requests"),
-    ({"tools": [{"type": "web_search"}]}, "tools", "not supported"),
+    ({"tools": [{"type": "web_search"}]}, "tools", "tools[0] must be of type function"),
 ]
 
 

@@ -1,0 +1,203 @@
+"""Tools over HTTP: calls in the shapes of OpenAI's chats and responses and of Anthropic's messages."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+from jsonschema import validate
+
+from tests.cli_fixtures import TEMPLATE
+from tests.serving.server import MODEL, PATIENCE, serving, speaker
+from tests.serving.test_protocol import events, refused
+from tests.serving.test_routes import named_events
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["n"]}
+ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA}}
+PICK = {"type": "object", "properties": {"kind": {"enum": ["red", "green"]}}, "required": ["kind"]}
+TOOLS = [ADD, {"type": "function", "function": {"name": "pick.one", "parameters": PICK, "strict": True}}]
+SCHEMAS = {"add": SCHEMA, "pick.one": PICK}
+NAMED = {"type": "function", "function": {"name": "add"}}
+CALLING = {"tools": TOOLS, "max_tokens": 120, "temperature": 1.0, "seed": 5, "parallel_tool_calls": False}
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    made = speaker()
+    made.tokenizer.chat_template = "{% if tools %}<tool_call>{% endif %}" + TEMPLATE  # which says the format
+    return made
+
+
+@pytest.fixture(scope="module")
+def served(llm):
+    with serving(llm, max_num_seqs=8) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=PATIENCE, max_retries=0) as made:
+        yield made
+
+
+def is_valid(name, arguments):
+    validate(json.loads(arguments), SCHEMAS[name])
+    return True
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_call_that_is_required_is_made_and_follows_its_schema(served, choice):
+    for seed in range(6):
+        [choice_made] = served.chat(**CALLING | {"tool_choice": choice, "seed": seed}).json()["choices"]
+        message = choice_made["message"]
+        assert choice_made["finish_reason"] == "tool_calls" and message["content"] is None
+        [call] = message["tool_calls"]
+        assert call["type"] == "function" and call["id"].startswith("call_")
+        assert is_valid(**call["function"]) and (choice == "required" or call["function"]["name"] == "add")
+
+
+def test_a_stream_tells_a_call_piece_by_piece(served):
+    asked = CALLING | {"tool_choice": "required", "parallel_tool_calls": True, "stream": True, "max_tokens": 200}
+    asked["logit_bias"] = {"256": -100}  # no end of text: one call after another
+    chunks = events(served.chat(**asked))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0]["role"] == "assistant" and not any(delta.get("content") for delta in deltas)
+    calls = {}
+    for delta in deltas:
+        for one in delta.get("tool_calls", ()):
+            assert one["index"] in (len(calls), len(calls) - 1)
+            if one["index"] == len(calls):
+                assert one["id"] and one["type"] == "function" and one["function"]["arguments"] == ""
+                calls[one["index"]] = [one["function"]["name"], "", 0]
+            else:
+                assert one.keys() == {"index", "function"} and one["function"].keys() == {"arguments"}
+                calls[one["index"]][1] += one["function"]["arguments"]
+                calls[one["index"]][2] += 1
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert reasons[-1] in ("tool_calls", "length") and set(reasons[:-1]) == {None}
+    whole = served.chat(**asked | {"stream": False}).json()["choices"][0]
+    told = [(one["function"]["name"], one["function"]["arguments"]) for one in whole["message"]["tool_calls"]]
+    assert [(name, arguments) for name, arguments, _ in calls.values()] == told and len(told) > 1
+    assert all(is_valid(*one) for one in told[:-1]) and calls[0][2] > 1
+
+
+def test_an_end_by_length_says_so_and_keeps_what_came(served):
+    asked = CALLING | {"tool_choice": NAMED, "max_tokens": 45}
+    [choice] = served.chat(**asked).json()["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"n"'}
+    told = served.http.post("/v1/responses", json=responses(asked) | {"max_output_tokens": 45}).json()
+    assert told["status"] == "incomplete" and told["output"][0]["status"] == "incomplete"
+
+
+def test_text_without_a_call_is_the_text_of_no_tools(served):
+    """The template's line apart, a grammar of free text changes nothing of what is written."""
+    bias = {str(token): -100 for token in range(128, 256)}  # only ASCII, since a grammar leaves no broken characters
+    asked = {"max_tokens": 30, "temperature": 0, "logit_bias": bias, "messages": MESSAGES}
+    plain = served.chat(**asked, tools=TOOLS, tool_choice="none").json()["choices"][0]
+    assert plain["message"] == served.chat(**asked).json()["choices"][0]["message"]
+    auto = served.chat(**asked, tools=TOOLS).json()["choices"][0]
+    assert "tool_calls" not in auto["message"] and auto["finish_reason"] == "length"
+    streamed = [chunk["choices"][0]["delta"] for chunk in events(served.chat(**asked, tools=TOOLS, stream=True))]
+    assert "".join(delta.get("content") or "" for delta in streamed) == auto["message"]["content"]
+
+
+def test_openais_client_gathers_the_calls_of_a_stream(client):
+    asked = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS, "max_tokens": 120, "seed": 5}
+    with client.chat.completions.stream(**asked, tool_choice="required", parallel_tool_calls=False) as stream:
+        kinds = {event.type for event in stream}
+        [call] = stream.get_final_completion().choices[0].message.tool_calls
+    assert "tool_calls.function.arguments.delta" in kinds and is_valid(call.function.name, call.function.arguments)
+
+
+def responses(asked):
+    """A chat's request as one of /v1/responses."""
+    flat = [{"type": "function", **one["function"]} for one in asked["tools"]]
+    choice = asked["tool_choice"]
+    choice = choice if isinstance(choice, str) else {"type": "function", **choice["function"]}
+    kept = {name: asked[name] for name in ("temperature", "seed", "parallel_tool_calls")}
+    return {"input": "Hi", "tools": flat, "tool_choice": choice, "max_output_tokens": asked["max_tokens"], **kept}
+
+
+def test_a_response_has_items_of_calls(served, client):
+    asked = responses(CALLING | {"tool_choice": "required"})
+    [item] = served.http.post("/v1/responses", json=asked).json()["output"]
+    assert item["type"] == "function_call" and item["status"] == "completed" and item["call_id"].startswith("call_")
+    assert is_valid(item["name"], item["arguments"])
+    told = named_events(served.http.post("/v1/responses", json=asked | {"stream": True}))
+    names = [name.removeprefix("response.") for name, _ in told]
+    assert [name for name in names if name != "function_call_arguments.delta"] == [
+        "created", "in_progress", "output_item.added", "function_call_arguments.done", "output_item.done", "completed",
+    ]  # fmt: skip
+    parts = [data["delta"] for name, data in told if name.endswith("arguments.delta")]
+    assert "".join(parts) == item["arguments"] and len(parts) > 1
+    with client.responses.stream(model=MODEL, **asked | {"extra_body": {"seed": asked.pop("seed")}}) as stream:
+        [own] = stream.get_final_response().output
+    assert own.arguments == item["arguments"]
+
+
+def test_a_message_has_blocks_of_calls(served):
+    tools = [{"name": one["function"]["name"], "input_schema": one["function"]["parameters"]} for one in TOOLS]
+    asked = {"messages": MESSAGES, "max_tokens": 120, "tools": tools, "seed": 5, "temperature": 1.0}
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    told = served.http.post("/v1/messages", json=asked | {"tool_choice": choice}).json()
+    [block] = told["content"]
+    assert told["stop_reason"] == "tool_use" and block["type"] == "tool_use" and block["id"].startswith("toolu_")
+    validate(block["input"], SCHEMAS[block["name"]])
+    streamed = named_events(served.http.post("/v1/messages", json=asked | {"tool_choice": choice, "stream": True}))
+    names = [name for name, _ in streamed if name != "content_block_delta"]
+    assert names == ["message_start", "content_block_start", "content_block_stop", "message_delta", "message_stop"]
+    deltas = [data["delta"] for name, data in streamed if name == "content_block_delta"]
+    assert {delta["type"] for delta in deltas} == {"input_json_delta"} and len(deltas) > 1
+    assert json.loads("".join(delta["partial_json"] for delta in deltas)) == block["input"]
+    assert streamed[-2][1]["delta"]["stop_reason"] == "tool_use"
+    named = {"type": "tool", "name": "add"}
+    [block] = served.http.post("/v1/messages", json=asked | {"tool_choice": named}).json()["content"]
+    assert block["name"] == "add"
+    counted = served.http.post("/v1/messages/count_tokens", json={"messages": MESSAGES, "tools": tools}).json()
+    assert counted["input_tokens"] > len("<tool_call>")
+
+
+def tool(**changes):
+    return {"tools": [{"type": "function", "function": {"name": "f", **changes}}]}
+
+
+WRONG = [
+    ({"tools": [{"type": "web_search"}]}, "tools", "tools[0] must be of type function"),
+    ({"tools": [{"type": "function"}]}, "tools", "must have a function"),
+    (tool(name="two words"), "tools", "tools[0].function.name must have 1 to 128 letters"),
+    (tool(name=None), "tools", "got None"),
+    (tool(description=3), "tools", "description must be a text"),
+    (tool(parameters=[]), "tools", "the JSON schema of an object, got []"),
+    (tool(parameters={"type": "string"}), "tools", "the JSON schema of an object"),
+    (tool(parameters={"properties": 5}), "tools", "the parameters of 'f' are refused by llguidance: properties must"),
+    (tool(parameters={"properties": {"a": {"type": "foo"}}}), "tools", "Invalid type: foo"),
+    (tool(parameters={"properties": {"a": {"pattern": "(?=x)"}}}), "tools", "look-around"),
+    (tool(parameters={"properties": {"a": {"not": {}}}}, strict=True), "tools", 'Unimplemented keys: ["not"]'),
+    (tool(parameters={"required": ["a"], "properties": {"a": False}}), "tools", "unsatisfiable"),
+    (tool(parameters={"x": "y" * (1 << 19)}), "tools", "262144 characters"),
+    (tool(strict="yes"), "tools", "strict must be"),
+    ({"tools": [ADD, ADD]}, "tools", "different names, and several are 'add'"),
+    ({"tools": TOOLS * 5000}, "tools", "a list of at most 1024 tools"),
+    ({"tools": "all"}, "tools", "a list of at most 1024 tools"),
+    ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "none, auto, required, or"),
+    ({"tools": TOOLS, "tool_choice": 5}, "tool_choice", "none, auto, required, or"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "names 'g'"),
+    ({"tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice", "must be none, auto"),
+    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    ({"tools": TOOLS, "guided_regex": "a"}, "structured_outputs", "cannot be asked for with tools"),
+]
+
+
+@pytest.mark.parametrize(("given", "name", "said"), WRONG)
+def test_wrong_tools_are_refused_in_a_sentence(served, given, name, said):
+    refused(served.chat(**given), 400, said, param=name)
+    assert len(served.chat(**given).json()["error"]["message"]) < 400
+
+
+def test_a_keyword_without_a_grammar_is_left_to_the_model_where_nothing_is_strict(served):
+    given = tool(parameters={"properties": {"a": {"type": "integer", "not": {"const": 3}}}, "required": ["a"]})
+    [choice] = served.chat(**given, tool_choice=NAMED | {"function": {"name": "f"}}, max_tokens=100).json()["choices"]
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"].startswith('{"a": ')
