@@ -58,7 +58,7 @@ class Dispatcher:
         if (held := engine.max_num_cached_tokens) < (self._config.max_model_len or 0):
             await self.stop()
             raise ValueError(f"max_num_cached_tokens must hold max_model_len tokens, {most}, and {held} are held")
-        self._pace.seed(self._loop.rate)
+        self._pace.seed(self._loop.warm)
         self._metrics.cache(engine.cache.page_size, engine.cache.num_pages)
         self.max_model_len, self._has_stopped = min(most, held), False
 
@@ -104,8 +104,6 @@ class Dispatcher:
             self._metrics.reject("draining" if self.is_draining else "engine_dead")
             raise Refusal(f"the server {reason}; try another one", 503, code="unavailable", retry_after=1)
         self._admit(call)
-        if not self._open:
-            self._pace.begin(call.arrived)
         self._open[call.name] = self._sent[call.name] = call
         self._loop.submit(call)
 
@@ -150,10 +148,8 @@ class Dispatcher:
 
     def _deliver(self, update: EngineUpdate) -> None:
         waited, self._load = self._load.num_waiting > 0, update.load
-        if update.outputs:
-            came = [own for _, _, output, _ in update.outputs for own in output.outputs]
-            num_ends = sum(own.finish_reason == "stop" for own in came)
-            self._pace.add(sum(len(own.token_ids) for own in came), num_ends, waited, update.outputs[-1][3])
+        num_ends = sum(own.finish_reason == "stop" for _, _, output, _ in update.outputs for own in output.outputs)
+        self._pace.add(update.work, num_ends, waited)
         for call in update.accepted:
             self._sent.pop(call.name, None)
             call.accept()

@@ -17,9 +17,10 @@ from selfspec.decoding.outputs import RequestOutput
 from selfspec.llm import LLM
 from selfspec.serving.calls import Call
 from selfspec.serving.metrics import Metrics
+from selfspec.serving.pace import Work
 from selfspec.serving.protocol import CompletionRequest
 from selfspec.serving.refusal import Refusal
-from selfspec.serving.warm_up import warm_up
+from selfspec.serving.warm_up import warm_up, work_of
 
 _log = logging.getLogger("selfspec.serving")
 MAX_UNSENT = 256  # outputs that no client waits for yet: handing over more at once would block the event loop
@@ -44,6 +45,7 @@ class EngineUpdate:
     failed: list[tuple[Call, Refusal]] = field(default_factory=list)
     started: list[tuple[Call, float]] = field(default_factory=list)  # a call per prompt that got its first place
     outputs: list[tuple[Call, int, RequestOutput, float]] = field(default_factory=list)  # with the prompt's index
+    work: Work = field(default_factory=Work)
     load: Load = field(default_factory=Load)
     is_awaited: bool = False  # a client waits for it
     is_last: bool = False  # the thread has ended
@@ -65,8 +67,8 @@ class EngineLoop:
         self._live: dict[str, tuple[Call, int]] = {}  # the engine's requests by id, and which prompt of the call it is
         self._unstarted: dict[str, int] = {}  # those that have no place yet, and their tokens
         self._update, self._load = EngineUpdate(), Load()
-        self.rate = 0.0
-        """Tokens per second of a full batch while warming up; 0: that was not done."""
+        self.warm = Work()
+        """Of a full batch while warming up; none: that was not done."""
 
     def start(self, max_num_seqs: int, max_num_cached_tokens: int, warms_up: bool = False) -> LLMEngine:
         """Make an engine of that size, which may take seconds, and serve; only its constants may be read.
@@ -99,7 +101,7 @@ class EngineLoop:
         try:
             engine = self._llm.engine(**self._sizes)
             if self._warms_up:
-                self.rate = warm_up(engine)
+                self.warm = warm_up(engine)
         except BaseException as problem:
             self._ready.set_exception(problem)
             return
@@ -164,7 +166,7 @@ class EngineLoop:
 
     def _step(self, engine: LLMEngine) -> None:
         """A program. An error that ends a request is that request's own; any other is the engine's."""
-        before, rounds = engine.num_running + engine.num_waiting, list[RoundOutput]()
+        before, rounds, start = engine.num_running + engine.num_waiting, list[RoundOutput](), monotonic()
         try:
             outputs = engine.step(rounds.append)
         except Exception:
@@ -174,6 +176,7 @@ class EngineLoop:
             return  # the next step says which
         self._metrics.program(rounds)
         now = monotonic()
+        self._update.work.add(work_of(rounds, now - start))
         if self._unstarted:
             self._start({one.request_id for one in engine.running} | {output.request_id for output in outputs}, now)
         for output in outputs:
@@ -181,7 +184,7 @@ class EngineLoop:
 
     def _start(self, running: set[str], now: float) -> None:
         for name in [name for name in self._unstarted if name in running]:
-            del self._unstarted[name]
+            self._update.work.num_read += self._unstarted.pop(name)
             self._update.started.append((self._live[name][0], now))
 
     def _take(self, engine: LLMEngine, output: RequestOutput, now: float) -> None:
