@@ -285,7 +285,7 @@ def _grammar(
     other = [f"other: <[{','.join(map(str, others))}]>"] if others else []
     if text is not None:
         kind, source = text.source
-        if kind != "json":
+        if kind != "json" or not form.mark:  # what begins a call may begin JSON, too
             raise ValueError(f"structured_outputs.{kind} cannot be asked for with tools that may be called")
         schema = json.dumps({"x-guidance": OPTIONS, **json.loads(source)})
         return "\n".join([*lines, f"start: {written(form.mark)} calls | %json {schema}"])

@@ -28,6 +28,7 @@ CLIENTS = {  # name: packages, and the example
     "langchain-openai": (["langchain-openai"], "use_langchain.py"),
     "instructor": (["instructor"], "use_instructor.py"),
     "pydantic-ai": (["pydantic-ai"], "use_pydantic_ai.py"),
+    "smolagents": (["smolagents[openai]"], "use_smolagents.py"),
     "llm": (["llm"], "use_llm.sh"),
     "guidellm": (["guidellm"], "use_guidellm.sh"),
     "aiperf": (["aiperf"], "use_aiperf.sh"),
