@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from eval.traces import Bools, Trace
 from selfspec.control.costs import CONTEXT, Costs
-from selfspec.control.round_costs import deepest_copy
+from selfspec.control.drafters import deepest_copy
 from selfspec.core import DRAFTERS, LOOKUP
 from selfspec.drafting.lookup import TextLookup
 from selfspec.kernels.pick import num_accepted
@@ -47,8 +47,8 @@ class CostGrid:
             [[costs.round(e, [d], CONTEXT, copies=copies) for d in range(longest + 1)] for e, copies in self.drafters]
         )
         # Seconds of a layer per cached token: for the first token of a pass, and for each additional one.
-        one = costs.reading(1, CONTEXT + 1)
-        additional = costs.reading(1, CONTEXT + 1, 2) - one
+        one = costs.reading(1, CONTEXT + 1) / layers
+        additional = costs.reading(1, CONTEXT + 1, 2) / layers - one
         verified = one + additional * drafted
         self.plain_slope, self.lookup_slope = layers * one, layers * verified
         # The last drafted token does not run through copies; after copies all layers verify.

@@ -7,7 +7,7 @@ this machine and at other costs of the output head, and compared with the bounds
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -18,7 +18,7 @@ from eval.figures import plot_policies, table
 from eval.measurement import Say
 from eval.replay import Replayed, make, parse_policy, replay
 from eval.tasks import MEASURED, STORED, Recorded, ReplayConfig, configured, gather, parser_of, run_command
-from selfspec.control.costs import Costs, Table
+from selfspec.control.costs import ByRows, Copies, Costs, Table
 from selfspec.control.registry import CHOOSES_EXIT, POLICIES
 
 STATIC, STOPPED = "best static (E, D)", "best static (E, D, stop)"
@@ -27,14 +27,25 @@ BOUNDS = (STATIC, STOPPED, BY_EXIT, CLAIRVOYANT)
 
 
 def with_head(costs: Costs, layers: float) -> Costs:
-    """Costs with an output head that takes as long as `layers` layers of a plain forward, at any number of rows."""
-    one = costs.plain(1) / costs.num_layers
-    growth = [costs.late[1](n) / costs.late[1](1) for n in costs.head.points]
-    head = Table(costs.head.points, tuple(layers * one * g for g in growth))
+    """Costs with an output head that takes as long as `layers` layers of a plain round, at any number of tokens."""
+    of_layers = costs.plain_round(1) - costs.head(1)
+    head = costs.head.scaled(layers * of_layers / costs.num_layers / costs.head(1))
+
+    def other(tables: ByRows, num_tokens: Callable[[int], int], old: Table = costs.head, new: Table = head) -> ByRows:
+        """Tables with another head, which runs over `num_tokens` tokens per row."""
+
+        def changed(rows: int, table: Table) -> Table:
+            tokens = {p: num_tokens(p) * rows for p in table.points}
+            return Table.of({p: max(0.0, table(p) - old(n)) + new(n) for p, n in tokens.items()})
+
+        return {rows: changed(rows, table) for rows, table in tables.items()}
+
     copies = costs.copies
     if copies is not None:
-        copies = replace(copies, head=copies.head.scaled(head(1) / max(costs.head(1), 1e-12)))
-    return replace(costs, head=head, copies=copies, plain_head=None)
+        new = copies.head.scaled(head(1) / costs.head(1))
+        copies = Copies(other(copies.steps, lambda exit_layer: 1, copies.head, new), new)
+    rounds, steps = other(costs.rounds, lambda width: width), other(costs.steps, lambda exit_layer: 1)
+    return replace(costs, rounds=rounds, steps=steps, head=head, copies=copies)
 
 
 def compare(tasks: Sequence[Recorded], config: ReplayConfig, say: Say = lambda text: None) -> list[dict[str, Any]]:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from eval.traces import WRONG_STEPS, Bools, Floats, Trace
 from selfspec.control.acceptance import is_prior
+from selfspec.control.drafters import deepest_copy
 from selfspec.control.plan import SEED_POSITIONS
-from selfspec.control.round_costs import deepest_copy
 from selfspec.core import SamplingParams
 from selfspec.drafting.early_exit import DraftRow, draft_by_exit
 from selfspec.executors.cpu.body import CompiledBody

@@ -169,7 +169,7 @@ def _round(
     ready: abc.Sequence[SimulatedRow], draft: RoundDraft, costs: Costs, done: Replayed, overheads: Overheads
 ) -> RoundOutput:
     plan, between = draft.plan, 0.0
-    context = costs.context_of([row.sequence.num_tokens for row in ready])
+    context = sum([row.sequence.num_tokens for row in ready]) / len(ready)
     outcomes = _outcomes(ready, draft)
     took = _seconds(plan, outcomes, context, costs)
     overhead = overheads.get(plan.exit_layer is not None)
@@ -189,7 +189,7 @@ def _round(
 
 
 def _seconds(plan: Plan, outcomes: abc.Sequence[RowRound], context: float, costs: Costs) -> StageSeconds:
-    """Seconds of a round whose rows hold `context` tokens each, see `Costs.context_of`."""
+    """Seconds of a round whose rows hold `context` tokens each."""
     drafted, copies = [o.num_drafted for o in outcomes], plan.draft_bits is not None
     took = StageSeconds(**costs.stages(plan.exit_layer, drafted, context, copies=copies))
     if plan.shadow is not None:

@@ -137,7 +137,8 @@ class SimulatedServer:
         seconds = prefill(rows, self.prefill_chunk, self._checked.policy, self.costs)
         for row, start in zip(rows, before, strict=True):
             if (end := row.sequence.num_cached) > start:
-                seconds += self.costs.verify(LOOKUP, 1, end - start, (start + end) / 2)
+                whole = self.costs.verify(LOOKUP, 1, end - start, (start + end) / 2)
+                seconds += whole - self.costs.head(end - start)  # prompts need no logits but the last
         ready = [row for row in rows if row.sequence.is_prefilled]
         if not ready:
             return seconds

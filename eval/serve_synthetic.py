@@ -57,18 +57,22 @@ def gpu_costs(config: PretrainedConfig, gpu: Gpu) -> Costs:
         return product(of_layer, tokens) + gpu.gap
 
     logits = 3 * 4 * config.vocab_size / gpu.bandwidth  # written, and read twice, in float32
+
+    def head(tokens: float) -> float:
+        return product(of_head, tokens) + gpu.gap + gpu.pick + tokens * logits
+
+    def round_of(rows: int, width: int) -> float:
+        return layers * layer(rows * width) + head(rows * width) + gpu.round + rows * gpu.row
+
+    reading = layers * BYTES * cached / gpu.bandwidth
     return Costs(
         layers,
-        plain=Table(ROWS, tuple(layers * layer(rows) for rows in ROWS)),
-        early={rows: Table(tuple(range(1, layers)), tuple(e * layer(rows) for e in range(1, layers))) for rows in ROWS},
-        late={rows: Table(WIDTHS, tuple(layer(rows * width) for width in WIDTHS)) for rows in ROWS},
-        head=Table(TOKENS, tuple(product(of_head, n) + gpu.gap for n in TOKENS)),
-        pick=Table(TOKENS, tuple(gpu.pick + n * logits for n in TOKENS)),
-        rest=Table(ROWS, tuple(gpu.round + rows * gpu.row for rows in ROWS)),
-        short=Table(TOKENS, tuple(gpu.gap + gpu.pick + n * logits / 16 for n in TOKENS)),
-        context=BYTES * cached / gpu.bandwidth,
-        context_width=4 * heads * head_dim / gpu.flops,
-        padding=0.0,
+        rounds={rows: Table(WIDTHS, tuple(round_of(rows, width) for width in WIDTHS)) for rows in ROWS},
+        steps={rows: Table((1, layers), tuple(e * layer(rows) + head(rows) for e in (1, layers))) for rows in ROWS},
+        head=Table(TOKENS, tuple(head(n) for n in TOKENS)),
+        context=Table(ROWS, tuple(rows * reading for rows in ROWS)),
+        shadow_picks=Table(TOKENS, tuple(gpu.gap + gpu.pick + n * logits / 16 for n in TOKENS)),
+        width=4 * heads * head_dim / gpu.flops / (BYTES * cached / gpu.bandwidth),
     )
 
 

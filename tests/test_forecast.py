@@ -14,9 +14,10 @@ def flat_costs(num_layers=8, knee=None):
     grow = Table(points, tuple(1.0 if knee is None else max(1.0, n / knee) for n in points))
     free = Table((1,), (0.0,))
     depths = tuple(range(1, num_layers + 1))
-    early = {rows: Table(depths, tuple(e * grow(rows) for e in depths)) for rows in points}
-    late = {rows: Table((1, 2, 4, 8, 18), tuple(grow(rows * n) for n in (1, 2, 4, 8, 18))) for rows in points}
-    return Costs(num_layers, grow.scaled(num_layers), early, late, free, free, free, free)
+    widths = (1, 2, 4, 8, 18)
+    steps = {rows: Table(depths, tuple(e * grow(rows) for e in depths)) for rows in points}
+    rounds = {rows: Table(widths, tuple(num_layers * grow(rows * n) for n in widths)) for rows in points}
+    return Costs(num_layers, rounds, steps, free, free, free)
 
 
 def test_expected_tokens_are_a_geometric_sum():

@@ -21,9 +21,9 @@ ROWS = (1, 2, 4, 8, 16, 32)
 
 
 def some_costs(scale=1.0, num_layers=4, rows=ROWS):
-    plain = Table(rows, tuple(scale * (3 + r) for r in rows))
     one = Table((1, 2, 3), (scale, 2 * scale, 3 * scale))
-    return Costs(num_layers, plain, {1: one, 8: one.scaled(3)}, {1: one}, one, one, one, one, context=scale / 7)
+    rounds = {r: Table((1, 2), (scale * (3 + r), scale * (4 + 2 * r))) for r in rows}
+    return Costs(num_layers, rounds, {1: one, 8: one.scaled(3)}, one, context=one.scaled(1 / 7), shadow_picks=one)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_costs_come_back_equal_in_a_file_that_people_can_read(cache, split, capl
     key = content["key"]
     assert (key["architecture"], key["num_layers"], key["dtype"]) == ("LlamaForCausalLM", 4, "float32")
     assert (key["schema"], key["torch"], key["threads"]) == (profile.SCHEMA, torch.__version__, torch.get_num_threads())
-    assert content["costs"]["plain"]["1"] == costs.plain(1) and "selfspec" in content["about"]
+    assert content["costs"]["rounds"]["1"]["1"] == costs.plain_round(1) and "selfspec" in content["about"]
     assert notices(caplog) == []
 
 
@@ -165,8 +165,8 @@ BROKEN = {
     "without costs": lambda text: edited(text, costs=None, drop=True),
     "without a key": lambda text: edited(text, key=None),
     "NaN": lambda text: edited(text, costs=costs_file(context=float("nan"))),
-    "no time at all": lambda text: edited(text, costs=costs_file(plain={"1": 0.0})),
-    "a table is missing": lambda text: edited(text, costs={k: v for k, v in costs_file().items() if k != "late"}),
+    "no time at all": lambda text: edited(text, costs=costs_file(rounds={"1": {"1": 0.0}})),
+    "a table is missing": lambda text: edited(text, costs={k: v for k, v in costs_file().items() if k != "steps"}),
     "another number of layers": lambda text: edited(text, costs=costs_file(num_layers=5)),
     "another model": lambda text: edited(text, key={"schema": profile.SCHEMA, "num_layers": 4}),
     "an older schema": lambda text: edited(text, schema=profile.SCHEMA - 1),
@@ -287,7 +287,7 @@ def test_of_concurrent_writers_the_last_one_wins_and_no_reader_sees_half_a_file(
     while any(writer.is_alive() for writer in writers) or not read:
         assert profile.read_costs(split) is not None
         read += 1
-    assert profile.read_costs(split).plain(1) / 4 % 100 == 30  # each writer's last one
+    assert profile.read_costs(split).plain_round(1) / 4 % 100 == 30  # each writer's last one
     assert len(list(cache.iterdir())) == 1 and notices(caplog) == []
 
 
@@ -309,8 +309,8 @@ def test_larger_batches_are_measured_beside_what_is_known(cache, fake):
         known = len(fake)
         costs = target.costs(batch_size)
         assert fake[known:] == ([measured] if measured else [])
-        assert costs.plain.points[-1] >= min(batch_size, 32)
-    assert costs.plain.points == ROWS
+        assert max(costs.rounds) >= min(batch_size, 32)
+    assert tuple(sorted(costs.rounds)) == ROWS
     assert profile.read_costs(target.split) == costs
 
 
@@ -331,5 +331,5 @@ def test_costs_are_dropped_when_the_model_changes(cache, fake):
 def test_a_real_measurement_is_kept(cache):
     target = Target(build("llama"))
     costs = target.costs(2)
-    assert costs.plain.points == (1, 2) and costs.num_layers == 4
+    assert sorted(costs.rounds) == [1, 2] and costs.num_layers == 4
     assert profile.read_costs(target.split) == costs

@@ -7,7 +7,6 @@ from selfspec.control.costs import Costs, Table
 
 def where_drafts_pay(num_layers: int = 4) -> Costs:
     nothing = Table.of({1: 0.0})
-    late = {1: Table.of({1: 1.0, 9: 1.1}), 8: Table.of({1: 1.0, 9: 2.0})}
-    early = {1: Table.of({1: 0.01, num_layers: 0.02})}
-    plain = Table.of({1: float(num_layers)})
-    return Costs(num_layers, plain, early, late, head=nothing, pick=nothing, rest=nothing, short=nothing)
+    rounds = {rows: Table.of({1: num_layers, 9: num_layers * most}) for rows, most in ((1, 1.1), (8, 2.0))}
+    steps = {1: Table.of({1: 0.01, num_layers: 0.02})}
+    return Costs(num_layers, rounds, steps, head=nothing, context=nothing, shadow_picks=nothing)

@@ -26,12 +26,12 @@ from selfspec.model.fingerprint import device_name, heads_of, shape_of, weights_
 from selfspec.model.split_model import SplitModel
 from selfspec.version import __version__
 
-SCHEMA = 23  # version of costs files; files of other versions are not read
+SCHEMA = 24  # version of costs files; files of other versions are not read
 PRIOR_SCHEMA = 2  # version of prior files
 STORED = "selfspec-prior.json"  # in a model's folder
 MOST_ROWS = 32  # largest batch measured at first use; tables extrapolate beyond
 ABOUT = {
-    "costs": "Seconds of the pieces of a decoding round on this machine, measured by selfspec. Safe to delete.",
+    "costs": "Seconds of decoding rounds on this machine, measured by selfspec. Safe to delete.",
     "prior": "How often drafts of this model were right in earlier runs, kept by selfspec. Safe to delete.",
 }
 Kind = Literal["costs", "prior"]
@@ -83,7 +83,7 @@ def costs_of(split: SplitModel, batch_size: int = 1) -> Costs:
     known = split.agreed(read_costs(split))
     if known is not None and covers(known, batch_size):
         return known
-    done = known.plain.points if known is not None else ()
+    done = () if known is None else known.rounds
     sizes = [1 << i for i in range(MOST_ROWS.bit_length()) if 1 << i < 2 * min(batch_size, MOST_ROWS)]
     costs = measure(split, [size for size in sizes if size not in done])
     if known is not None:
@@ -95,7 +95,7 @@ def costs_of(split: SplitModel, batch_size: int = 1) -> Costs:
 def covers(costs: Costs, batch_size: int) -> bool:
     """Whether the costs include this batch size, or the largest that is measured."""
     most = MOST_ROWS if costs.recorded is None else min(MOST_ROWS, costs.recorded.rows)
-    return costs.plain.points[-1] >= min(batch_size, most)
+    return max(costs.rounds) >= min(batch_size, most)
 
 
 def read_costs(split: SplitModel) -> Costs | None:
@@ -108,8 +108,8 @@ def read_costs(split: SplitModel) -> Costs | None:
         costs = Costs.from_dict(given)
         if costs.num_layers != split.num_layers:
             raise ValueError(f"costs of {costs.num_layers} layers for a model of {split.num_layers}")
-        if not costs.plain.seconds[0] > 0:
-            raise ValueError("a plain forward takes no time")
+        if not costs.plain_round(1) > 0:
+            raise ValueError("a plain round takes no time")
         return costs
     except ValueError as problem:
         _warn_unusable("costs", key, str(problem), "measuring again")
@@ -173,39 +173,21 @@ def save_prior(split: SplitModel, prior: Mapping[str, Any]) -> Path | None:
 def _merge(known: Costs, more: Costs) -> Costs:
     """`known`, with the points that only `more` has: further batch sizes, and larger numbers of tokens."""
 
-    def both(name: str, of: Any = known, other: Any = more) -> Table:
-        old, new = getattr(of, name), getattr(other, name)
+    def both(old: Table, new: Table) -> Table:
         return Table.of({p: s for t in (new, old) for p, s in zip(t.points, t.seconds, strict=True)})
 
-    first, early, late = {**more.first, **known.first}, {**more.early, **known.early}, {**more.late, **known.late}
-    plain, head, pick = both("plain"), both("head"), both("pick")
-    ragged = both("ragged") if known.ragged is not None and more.ragged is not None else known.ragged or more.ragged
-    rest = _merge_rest(known.rest, more.rest)
-    joined = replace(known, plain=plain, head=head, pick=pick, rest=rest, first=first, early=early, late=late)
-    if known.plain_head is not None and more.plain_head is not None:
-        joined = replace(joined, plain_head=both("plain_head"))
     copies = known.copies or more.copies
     if known.copies is not None and more.copies is not None:
-        ours, theirs = known.copies, more.copies
-        passes = {**theirs.first, **ours.first}, {**theirs.early, **ours.early}
-        copies = Copies(*passes, both("head", ours, theirs))
-    contexts = {**more.contexts, **known.contexts}
-    if more.context_widths is not None:
-        alone = Table.of({1: known.context_width})
-        widths = both("context_widths", replace(known, context_widths=known.context_widths or alone), more)
-        joined = replace(joined, context_widths=widths)
-    is_larger = max(more.contexts, default=1) > max(known.contexts, default=1)
-    padding = more.padding if is_larger else known.padding
-    return replace(joined, ragged=ragged, copies=copies, contexts=contexts, padding=padding)
-
-
-def _merge_rest(known: Table, more: Table) -> Table:
-    """Merge tables of `rest`, whose last point is not measured but sets the slope beyond."""
-    if min(len(known.points), len(more.points)) < 2:
-        return known
-    measured = {p: s for t in (more, known) for p, s in zip(t.points[:-1], t.seconds[:-1], strict=True)}
-    last = max(measured)
-    return Table.of({**measured, last + 64: measured[last] + max(0.0, more(last + 64) - more(last))})
+        steps = {**more.copies.steps, **known.copies.steps}
+        copies = Copies(steps, both(known.copies.head, more.copies.head))
+    return replace(
+        known,
+        rounds={**more.rounds, **known.rounds},
+        steps={**more.steps, **known.steps},
+        head=both(known.head, more.head),
+        context=both(known.context, more.context),
+        copies=copies,
+    )
 
 
 def _read(kind: Kind, key: Mapping[str, Any], instead: str) -> Any:

@@ -1,13 +1,13 @@
 """Measure the `Costs` of rounds from recordings (CUDA graphs): parts from recordings of their own, then whole rounds.
 
-The parts are a draft step (early layers, head and pick), a plain token, and a verification. What whole rounds take in
-addition is the overhead of a draft step and of a round.
+The parts are a draft step (early layers, head and pick), a plain token, and a verification. What whole rounds with
+drafts take in addition is the overhead of their steps.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec.calibrate.readings import MANY, TICK
 from selfspec.calibrate.timed_rounds import SHADOW_POSITIONS, shadow_seconds
 from selfspec.control.costs import CONTEXT, Costs, Table
 from selfspec.core import Plan
@@ -33,7 +32,7 @@ WIDTHS = (1, 2, 5, 9, 16)  # tokens per row of a verification
 SIZES = (1, 4)  # batch sizes that are measured, besides the largest; costs are linear between them
 FAR, FAR_TOKENS = 1024, 8192  # additional cached tokens per row of "far" passes, and the maximum over all rows
 DRAFTED = 4  # tokens per row in timed draft rounds
-RAGGED = 3  # mean tokens per row of a ragged verification
+TICK = 1e-9  # smallest reading
 REPEATS = 3  # measurements of a part, of which the fastest counts
 LEAST_SECONDS, MOST_REPLAYS = 4e-3, 10  # seconds of a measurement, and its replays at most
 ROUNDS, WARM = 10, 2  # whole rounds in one measurement, and those before it
@@ -77,51 +76,29 @@ class _Measurement:
     def costs(self) -> Costs:
         """The costs of recorded rounds."""
         layers, sizes = self.split.num_layers, self.batch_sizes
-        heads, picks, ends = Seconds(), Seconds(), Seconds()
-        for count in sorted({rows * width for rows in sizes for width in self.widths(rows)}):
-            heads[count], ends[count] = self.head(count, False), self.head(count, True)
-            picks[count] = max(TICK, ends[count] - heads[count])
-        plain, far, early, late = Seconds(), Seconds(), dict[int, Seconds](), dict[int, Seconds]()
+        heads = {count: self.head(count) for count in sorted({r * width for r in sizes for width in self.widths(r)})}
+        rounds, steps, context = dict[int, Table](), dict[int, Table](), Seconds()
         for rows in sizes:
             report("recorded rounds of %d rows", rows)
-            token = self.plain(rows, False)
-            plain[rows], far[rows] = max(TICK, token - ends[rows]), max(0.0, self.plain(rows, True) - token)
-            early[rows] = {e: max(TICK, self.step(rows, e) - ends[rows]) for e in self.exits(rows)}
-            verified = {width: self.verification(rows, width) - ends[rows * width] for width in self.widths(rows)}
-            late[rows] = {width: max(TICK, seconds) / (layers - self.middle) for width, seconds in verified.items()}
-        contexts = {
-            rows: Table.of({0: 0.0, self.beyond[rows]: far[rows] / layers / rows})
-            for rows in sizes
-            if rows > 1 and self.beyond[rows]
-        }
-        costs = Costs(
-            layers,
-            plain=Table.of(plain),
-            early={rows: Table.of(of_rows) for rows, of_rows in early.items()},
-            late={rows: Table.of(of_rows) for rows, of_rows in late.items()},
-            head=Table.of(heads),
-            pick=Table.of(picks),
-            rest=Table.of({1: 0.0}),
-            short=Table.of(self.shadow()),
-            context=far[1] / layers / self.beyond[1] if self.beyond[1] else 0.0,
-            contexts=contexts,
-            padding=0.0,  # each row's keys are read up to its own length
-            ragged=_ragged(late),
-            recorded=self.limits,
-        )
-        return self.with_overhead(costs, early)
+            token, plain = self.plain(rows, False), self.rounds(rows, 0)
+            far = max(0.0, self.plain(rows, True) - token)
+            context[rows] = far / self.beyond[rows] if self.beyond[rows] else 0.0
+            late = {width: self.verification(rows, width) - heads[rows * width] for width in self.widths(rows)}
+            more = {width: (seconds - late[1]) * layers / (layers - self.middle) for width, seconds in late.items()}
+            rounds[rows] = Table.of(
+                {w: plain + max(0.0, s) + max(0.0, heads[rows * w] - heads[rows]) for w, s in more.items()}
+            )
+            steps[rows] = Table.of({e: max(TICK, self.step(rows, e)) for e in self.exits(rows)})
+        shadow = Table.of(self.shadow())
+        costs = Costs(layers, rounds, steps, Table.of(heads), Table.of(context), shadow, recorded=self.limits)
+        return replace(costs, steps={rows: self.with_overhead(costs, rows) for rows in sizes})
 
-    def with_overhead(self, costs: Costs, early: Mapping[int, Seconds]) -> Costs:
-        """The costs, with what whole rounds take in addition to their parts."""
-        sizes, passes = self.batch_sizes, dict[int, Table]()
-        rest = {rows: max(0.0, self.rounds(rows, 0) - costs.plain_round(rows)) for rows in sizes}
-        costs = replace(costs, rest=Table.of({**rest, sizes[-1] + MANY: rest[sizes[-1]]}))
-        for rows in sizes:
-            drafted = min(DRAFTED, self.limits.draft_length(rows))
-            more = max(0.0, self.rounds(rows, drafted) - costs.round(self.middle, (drafted,) * rows))
-            each = more / (drafted + 1)  # per pass of early layers
-            passes[rows] = Table.of({e: seconds + each for e, seconds in early[rows].items()})
-        return replace(costs, early=passes)
+    def with_overhead(self, costs: Costs, rows: int) -> Table:
+        """Draft steps, with what whole rounds take in addition to their parts."""
+        drafted = min(DRAFTED, self.limits.draft_length(rows))
+        more = self.rounds(rows, drafted) - costs.round(self.middle, (drafted,) * rows)
+        each = max(0.0, more) / (drafted + 1)  # per pass of early layers
+        return Table.of({e: each + costs.steps[rows](e) for e in costs.steps[rows].points})
 
     def exits(self, rows: int) -> list[int]:
         """Exit layers at which draft steps are timed."""
@@ -150,15 +127,10 @@ class _Measurement:
 
     # ---------------------------------------------------------------------------------------------------- recordings
 
-    def head(self, count: int, with_pick: bool) -> float:
+    def head(self, count: int) -> float:
         """Seconds of the head over `count` tokens, and of picking them."""
         hidden, sampling = self._states(count), self._sampling(count)
-
-        def body() -> tuple[Tensor, ...]:
-            logits = self.split.logits(hidden)
-            return (self.runner.kernels.pick(logits, sampling)[0],) if with_pick else (logits,)
-
-        return self.seconds(body)
+        return self.seconds(lambda: (self.runner.kernels.pick(self.split.logits(hidden), sampling)[0],))
 
     def step(self, rows: int, exit_layer: int) -> float:
         """Seconds of a draft step: early layers over one token per row, head and pick."""
@@ -241,13 +213,6 @@ class _Measurement:
         zeros = torch.zeros(count, device=self.split.device)
         whole = zeros.long()
         return SamplingTensors(zeros, zeros.int(), zeros + 1, zeros, whole, whole, False, False)
-
-
-def _ragged(late: Mapping[int, Seconds]) -> Table | None:
-    """`Costs.ragged`: all rows have as many slots as the longest."""
-    tables = {rows: (Table.of(of_rows), max(of_rows)) for rows, of_rows in late.items() if rows > 1}
-    factors = {rows: max(1.0, table(widest) / table(RAGGED)) for rows, (table, widest) in tables.items()}
-    return Table.of(factors) if factors else None
 
 
 def fastest(work: Callable[[], Any], repeats: int, device: torch.device) -> float:

@@ -67,27 +67,22 @@ class TimedRounds:
     def _new_laps(self) -> _Laps:
         return _Laps(self.now)
 
-    def laps(
-        self, num_rows: int, context: int, plan: Plan, further: int, uneven: int = 0
-    ) -> list[dict[str, list[float]]]:
+    def laps(self, num_rows: int, context: int, plan: Plan, further: int) -> list[dict[str, list[float]]]:
         """Run `1 + further` rounds in one call; seconds by stage of the first and of the last half of the others.
 
         Accepted tokens make rows longer. So that the counted rounds have the wanted context, rows start shorter by the
         growth that was measured at the last call with these arguments.
-
-        Args:
-            uneven: additional cached tokens of every second row.
         """
         drafted = max(plan.draft_lengths)
         further = min(further, max(LEAST_FURTHER, GROWTH // (1 + drafted)))
-        is_far = context + uneven + 1 + drafted + 8 * FURTHER + 4 * RAGGED > self._max_length
+        is_far = context + 1 + drafted + 8 * FURTHER + 4 * RAGGED > self._max_length
         cache, pages = self._far if is_far else (self._cache, self._pages)
         start = context - (self._grown.get((num_rows, context, plan), 0) if further else 0)
         most = min(cache.page_size, self._split.context_limit)
         rows, stopper = [], Stopper(most - 1)  # its prompt is one token, whatever else it has
         mean = sum([i % 8 for i in range(num_rows)]) / num_rows
         for i, token in enumerate(self.given(num_rows, 0).tolist()):
-            away = round(RAGGED * (i % 8 - mean)) + uneven * (i % 2)
+            away = round(RAGGED * (i % 8 - mean))
             content = [0] * max(0, min(start + away, most - 1 - drafted)) + [token]
             row = Sequence(i, Request([0]), content, most, stopper=stopper, new_lookup=RowLookup)
             row.pages = tuple(pages[i])

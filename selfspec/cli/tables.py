@@ -10,6 +10,7 @@ from rich.text import Text
 
 from selfspec.calibrate.forecast import ACCEPTANCE, Choice, exits_of
 from selfspec.control.costs import CONTEXT, Costs
+from selfspec.core import LOOKUP
 
 WIDTHS = (1, 2, 4, 8)  # tokens per row of a verification
 HEAD_TOKENS = (1, 4, 16, 64, 128)
@@ -18,17 +19,15 @@ Titled = tuple[str, Table]
 
 
 def by_rows(costs: Costs, sizes: Sequence[int]) -> Titled:
-    """Whole forwards, early passes and verifications; a column per batch size."""
+    """Rounds and draft steps; a column per batch size."""
     table = _table("rows", sizes)
-    table.add_row("plain: all layers, a token per row", *(_ms(costs.plain(rows)) for rows in sizes))
-    table.add_row("head: after all layers, a token per row", *(_ms(costs.verify_head(rows, rows)) for rows in sizes))
-    for e in exits_of(costs.num_layers):
-        name = f"early pass: {e} layer{'s' * (e > 1)}, a token per row"
-        table.add_row(name, *(_ms(costs.early_pass(e, rows)) for rows in sizes))
     for width in WIDTHS:
-        name = f"verification: a layer, {f'{width} tokens' if width > 1 else 'a token'} per row"
-        table.add_row(name, *(_ms(costs.verify(costs.num_layers - 1, rows, width * rows)) for rows in sizes))
-    name = f"keys and values: {FURTHER} more tokens of each row, a layer"
+        name = f"verification: all layers, {width} tokens per row" if width > 1 else "plain: a token per row"
+        table.add_row(name, *(_ms(costs.verify(LOOKUP, rows, width * rows)) for rows in sizes))
+    for e in exits_of(costs.num_layers):
+        name = f"draft step: {e} layer{'s' * (e > 1)}, head and pick, a token per row"
+        table.add_row(name, *(_ms(costs.step(e, rows)) for rows in sizes))
+    name = f"keys and values: {FURTHER} more tokens of each row, all layers"
     table.add_row(name, *(_ms(costs.reading(rows, CONTEXT + FURTHER)) for rows in sizes))
     return "Milliseconds, by rows decoded together", table
 
@@ -36,8 +35,7 @@ def by_rows(costs: Costs, sizes: Sequence[int]) -> Titled:
 def by_tokens(costs: Costs) -> Titled:
     """The head, and the choice of tokens from its logits."""
     table = _table("tokens", HEAD_TOKENS)
-    table.add_row("head: norm and vocabulary", *(_ms(costs.head(n)) for n in HEAD_TOKENS))
-    table.add_row("pick: choice, copy to the host", *(_ms(costs.pick(n)) for n in HEAD_TOKENS))
+    table.add_row("head and pick", *(_ms(costs.head(n)) for n in HEAD_TOKENS))
     return "Milliseconds, by tokens in all", table
 
 

@@ -16,8 +16,11 @@ import math
 from collections import abc
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from selfspec.control.acceptance import Agreement, TokenClock, Tracker
 from selfspec.control.costs import Costs
+from selfspec.control.drafters import MOST, MOST_FOUND, Drafters, recorded_exits
 from selfspec.control.ledger import SHARE, Ledger
 from selfspec.control.ngrams import NgramStats, table
 from selfspec.control.plan import (
@@ -28,8 +31,7 @@ from selfspec.control.plan import (
     ShadowPlan,
     confidence_bins,
 )
-from selfspec.control.planner import Decision, Evidence, could_pay, decide
-from selfspec.control.round_costs import MOST, MOST_FOUND, Drafters, RoundCosts, recorded_exits
+from selfspec.control.planner import Candidates, Decision, Evidence, decide
 from selfspec.control.times import MOST_OFF, PLAIN_EVERY, AllTimes, Times
 from selfspec.core import DRAFTERS, LOOKUP, Plan, RoundOutput, RowRound, Sequence, ShadowPicks
 
@@ -37,12 +39,12 @@ if TYPE_CHECKING:
     from selfspec.model.draft_vocabulary import Frequencies
 
 MIN_PICKS = 12.0  # lasting observations from which on a layer's acceptance counts as measured
-CONTEXT_STEP = 64  # growth of the rows in tokens after which round costs are computed again
 SEED_SHARE = 0.01  # largest time for probing a prompt, as a share of the row's plain decoding
 UNKNOWN_ROUNDS = 4  # rounds between decisions while the layer that drafts has few observations
 FIRST, MOST_ROUNDS = 32, 256  # rounds between decisions: after the first one; the number doubles up to the most
+CHANGED = 0.1  # relative change of a plain round's time after which layers are judged again
 DECISION_SHARE = 0.003  # largest share of the time for decisions
-PLAIN_ROUNDS = 1, 3  # plain rounds that are measured at once: at first, and later
+PLAIN_ROUNDS = 4, 3  # plain rounds that are measured at once: at first, and later
 PROBE_EVERY = 16, 256  # rounds between probes of layers: at first; the number doubles up to the most
 PROBED_TOKENS, PROBED_ROWS = 20, 4  # probed positions per row, and rows per probe, at most
 SMOOTHING = 0.2  # of the moving average of a decision's seconds
@@ -84,16 +86,15 @@ class Adaptive(Policy):
         self._clock = TokenClock()
         self._agreement = Agreement(costs.num_layers, self._clock, known.get("agreement"))
         self._ngrams = NgramStats(self._clock)
-        self._all_times = AllTimes((costs.num_layers - 1, MOST + 1), self._clock)
+        self._all_times = AllTimes(costs, self._clock)
         self._has_prior = any(self.tracker.num_lasting(layer) >= MIN_PICKS for layer in self._layers)
         self._vocabulary: Frequencies | None = None
         self._has_copies = False
         self._drafters = Drafters(costs)
-        self._round_costs: RoundCosts | None = None
-        self._round_costs_for: tuple[int, int, Times] | None = None
         self.decision = Decision()
         self._lookups: LookupTable | None = None
-        self._probed: tuple[int, ...] = ()  # layers that are worth a probe
+        self._could_pay: tuple[int, ...] = ()  # layers that are faster than the decision if they are always right
+        self._probed: tuple[int, ...] = ()  # those that are worth a probe
         self._rows: list[tuple[int, int]] = []  # identities of the rows of the last decision, see `Sequence.identity`
         self._has_processors = False  # whether any of these rows has processors
         self._context_lengths: abc.Sequence[int] = (0,)  # tokens per row
@@ -101,6 +102,7 @@ class Adaptive(Policy):
         self._probe_in, self._probe_interval, self._next_row = 0, PROBE_EVERY[0], 0
         self._decision_seconds = 0.0  # moving average of the policy's own time in a step with a decision
         self._decided_for = 0, False  # rows, and whether any has processors, of the last decision about layers
+        self._decided_at = math.inf  # seconds of a plain round then
         self._is_evidence_new = True  # whether layers were judged since the last decision about them
         self._has_decided = False  # whether the last plan came with a decision
 
@@ -115,7 +117,6 @@ class Adaptive(Policy):
         """Allow drafts by 4-bit copies of the layers; without this call they are not used."""
         if (has_copies and self._may_copy) != self._has_copies:
             self._has_copies = has_copies and self._may_copy
-            self._round_costs_for = None
             self._reset_drafters()
 
     def _reset_drafters(self) -> None:
@@ -139,8 +140,8 @@ class Adaptive(Policy):
             return ()
         positions = min(SEED_POSITIONS, row.num_tokens - 1)
         budget = SEED_SHARE * row.num_remaining * self.costs.plain_round(1)
-        round_costs = self._costs_of(1, row.num_tokens)
-        layers = could_pay(round_costs, self._layers, 1 / round_costs.plain_seconds)
+        times = self._times_of([row.num_tokens])
+        layers = self._candidates(times).could_pay(self._layers, 1 / times.plain_seconds)
         count = len(layers)
         while count and self.costs.seed(count, positions) > budget:
             count -= 1
@@ -156,9 +157,9 @@ class Adaptive(Policy):
         self._context_lengths = [row.num_tokens for row in rows]
         count, has_processors = len(rows), any(row.has_processors for row in rows)
         is_other = [row.identity for row in rows] != self._rows or has_processors != self._has_processors
-        times = self._all_times.of(count, self.costs.context_of(self._context_lengths))
+        times = self._times_of(self._context_lengths)
         self._has_decided = False
-        if times.plain_seconds is None:
+        if times.measured_plain is None:
             self._rounds_left = 0
             return Plan(None, (0,) * count, num_rounds=PLAIN_ROUNDS[0], speedup=1.0)
         if times.since_plain >= times.plain_interval:
@@ -166,7 +167,7 @@ class Adaptive(Policy):
             return Plan(None, (0,) * count, num_rounds=PLAIN_ROUNDS[1], speedup=1.0)
         if self._rounds_left <= 0 or is_other:
             self._has_processors = has_processors
-            self._decide(rows, is_other)
+            self._decide(rows, times, is_other)
         shadow = self._probe(count)
         num_rounds, ledger = max(1, self._rounds_left), self.ledger
         if self.decision.exit_layer is not None:  # all rounds draft
@@ -200,30 +201,32 @@ class Adaptive(Policy):
     def _probe_price(self, layers: tuple[int, ...], num_positions: int) -> float:
         return self.ledger.layers_price + self.costs.shadow(len(layers), num_positions)
 
-    def _decide(self, rows: list[Sequence], is_other: bool) -> None:
+    def _decide(self, rows: list[Sequence], times: Times, is_other: bool) -> None:
         """Choose how layers draft, and draft lengths by match length."""
-        count, before = len(rows), self.decision.exit_layer
-        round_costs = self._costs_of(count, self.costs.context_of(self._context_lengths))
-        plain = round_costs.plain_seconds
+        count, before, plain = len(rows), self.decision.exit_layer, times.plain_seconds
+        times.move(_mean(self._context_lengths))
         self.ledger = self.ledger._replace(plain_seconds=plain).entered(0.0)
-        round_costs.most_seconds = plain + max(self.ledger.balance, self.ledger.most / 4)
+        affordable = plain + max(self.ledger.balance, self.ledger.most / 4)
         is_settled = self.decision.exit_layer is None and not self._is_evidence_new
-        if self._layers and not (is_settled and self._decided_for == (count, self._has_processors)):
-            self._is_evidence_new, self._decided_for = False, (count, self._has_processors)
+        is_settled &= self._decided_for == (count, self._has_processors)
+        if self._layers and not (is_settled and abs(plain / self._decided_at - 1) < CHANGED):
+            self._is_evidence_new, self._decided_for, self._decided_at = False, (count, self._has_processors), plain
             right, share = self.tracker.estimates()
             evidence = Evidence(right, share, self.tracker.lasting.sum((0, 2)), self._agreement.ratios())
-            drafters, now = self._drafters, self.decision
+            now = self.decision
+            candidates = self._candidates(times, affordable)
             for measured in (False, True):
-                among = drafters.now(self._has_processors, measured)
-                self.decision = decide(now, round_costs, among, self._layers, evidence)
+                candidates = self._candidates(times, affordable, measured) if measured else candidates
+                self.decision = decide(now, candidates, self._layers, evidence)
                 if self.decision.drafter.draft_vocab is None:
                     break
+            self._could_pay = candidates.could_pay(self._layers, self.decision.usual)
         else:
             self.decision = self.decision._replace(usual=count / plain)
-        self._lookups = self._table(rows, round_costs) if self._looks_up else None
+        self._set_lookups(rows, times, affordable)
         self._rows = [row.identity for row in rows]  # last, so that an interrupted decision is made again
-        self._set_prices(round_costs)
-        faster = could_pay(round_costs, self._layers, self.decision.usual) if self._layers else ()
+        self._set_layers_price(plain, affordable)
+        faster = self._could_pay
         if self.costs.recorded is not None and faster:
             faster = tuple(self._layers)  # always the same, so that few recordings of parts are made for probes
         self._probed = tuple([layer for layer in faster if layer != self.decision.exit_layer])
@@ -237,35 +240,38 @@ class Adaptive(Policy):
             self._rounds_left = max(self._interval, math.ceil(self._decision_seconds / (DECISION_SHARE * plain)))
         self._has_decided = True
 
-    def _set_prices(self, round_costs: RoundCosts) -> None:
-        """Set what rounds by the current decision lose if nothing is accepted."""
-        plain, decision, price = round_costs.plain_seconds, self.decision, 0.0
+    def _candidates(self, times: Times, most_seconds: float = math.inf, measured: bool = False) -> Candidates:
+        drafters = self._drafters.now(self._has_processors, measured)
+        return Candidates(self.costs, times, drafters, self._most, most_seconds)
+
+    def _set_layers_price(self, plain: float, affordable: float) -> None:
+        """Set what rounds that layers draft lose if nothing is accepted; `affordable`: seconds of a round, at most."""
+        decision, price = self.decision, 0.0
         if decision.exit_layer is not None:
-            affordable = sum([seconds <= round_costs.most_seconds for seconds in decision.rounds[1:]])
-            decision = self.decision = decision._replace(most=max(1, min(decision.most, affordable)))
+            count = sum([seconds <= affordable for seconds in decision.rounds[1:]])
+            decision = self.decision = decision._replace(most=max(1, min(decision.most, count)))
             price = decision.rounds[min(decision.most, self._most)] - plain
-        prices = (0.0,) if self._lookups is None else tuple((round_costs.lookups() - plain).tolist())
-        self.ledger = self.ledger._replace(lookup_prices=prices, layers_price=price)
+        self.ledger = self.ledger._replace(layers_price=price)
 
-    def _table(self, rows: list[Sequence], round_costs: RoundCosts) -> LookupTable | None:
-        rates = []
-        for row in rows:
-            if row.new_lookup is not None:
-                self._ngrams.take(row.lookup.take_tally(), row.seq_id)
-            rates.append(self._ngrams.rates(row.seq_id))
-        self._ngrams.keep_rows([row.seq_id for row in rows])
-        return table(rates, round_costs, self.decision.usual, self._most_found)
+    def _set_lookups(self, rows: list[Sequence], times: Times, affordable: float) -> None:
+        """Choose draft lengths by match length, and set what these rounds lose if nothing is accepted."""
+        self._lookups, prices = None, (0.0,)
+        if self._looks_up:
+            rates = []
+            for row in rows:
+                if row.new_lookup is not None:
+                    self._ngrams.take(row.lookup.take_tally(), row.seq_id)
+                rates.append(self._ngrams.rates(row.seq_id))
+            self._ngrams.keep_rows([row.seq_id for row in rows])
+            seconds, longest = times.lookups(), self.costs.recorded_length(len(rows))
+            most = min(self._most_found, int(np.count_nonzero(seconds <= affordable)) - 1)
+            self._lookups = table(rates, seconds, self.decision.usual, most if longest is None else min(most, longest))
+            if self._lookups is not None:
+                prices = tuple((seconds - seconds[0]).tolist())
+        self.ledger = self.ledger._replace(lookup_prices=prices)
 
-    def _costs_of(self, num_rows: int, context: float) -> RoundCosts:
-        step, times = int(context) // CONTEXT_STEP, self._all_times.of(num_rows, context)
-        if self._round_costs is None or self._round_costs_for is None or self._round_costs_for[0] != num_rows:
-            self._round_costs = RoundCosts(self.costs, num_rows, copies=self._has_copies, most=self._most)
-            self._round_costs_for = None
-        if self._round_costs_for != (num_rows, step, times):
-            self._round_costs.move((step + 0.5) * CONTEXT_STEP)
-            self._round_costs.times, self._round_costs_for = times, (num_rows, step, times)
-            times.calibrated_plain = self._round_costs.calibrated_plain
-        return self._round_costs
+    def _times_of(self, context_lengths: abc.Sequence[int]) -> Times:
+        return self._all_times.of(len(context_lengths), _mean(context_lengths))
 
     # ------------------------------------------------------------------------------------------------------- learning
 
@@ -283,7 +289,7 @@ class Adaptive(Policy):
         outcomes, seconds, exit_layer = round_.rows, round_.seconds, round_.exit_layer
         count, took = max(1, len(outcomes)), seconds.decoding
         emitted = sum([outcome.num_emitted for outcome in outcomes]) / count
-        times = self._all_times.of(count, self.costs.context_of(self._context_lengths))
+        times = self._all_times.of(count, _mean(self._context_lengths))
         self._clock.tokens += emitted
         self.tracker.pass_time(emitted)
         self._rounds_left -= 1
@@ -294,7 +300,7 @@ class Adaptive(Policy):
         prices, plain = self.ledger.lookup_prices, self.ledger.plain_seconds
         if exit_layer is None:
             times.since_plain = 0
-            if not is_first or times.plain_seconds is None:
+            if not is_first or times.measured_plain is None:
                 times.add_plain(took)
         elif exit_layer == LOOKUP:
             expected = plain + prices[min(num_drafted, len(prices) - 1)]
@@ -311,7 +317,7 @@ class Adaptive(Policy):
             if outcome.source != OWN_TEXT:  # whose tally counts every token, drafted or not
                 drafted, right = outcome.num_drafted, outcome.num_accepted
                 self._ngrams.add(outcome.match_length, drafted, right, outcome.seq_id, outcome.source)
-        ledger = self.ledger._replace(plain_seconds=times.plain_seconds or self.ledger.plain_seconds).after(round_)
+        ledger = self.ledger._replace(plain_seconds=times.plain_seconds).after(round_)
         self.ledger = ledger.entered(-seconds.shadow)
         self._context_lengths = [held + round(emitted) for held in self._context_lengths]
 
@@ -332,3 +338,7 @@ class Adaptive(Policy):
                 return
         for right, confidences in judged:
             self.tracker.add_draft(exit_layer, right, confidences)
+
+
+def _mean(lengths: abc.Sequence[int]) -> float:
+    return sum(lengths) / len(lengths)

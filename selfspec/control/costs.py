@@ -1,4 +1,4 @@
-"""`Costs`: the seconds of rounds on this machine, from measured tables of their parts.
+"""`Costs`: calibrated seconds of rounds on a machine.
 
 A `Table` has measured seconds by a number of tokens, rows or layers. Values between measured points are interpolated
 linearly; beyond the last point the last slope continues. No curve is fitted over the whole range, since real costs have
@@ -8,13 +8,11 @@ steps (arXiv 2310.18813).
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from selfspec.core import LOOKUP
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,33 +63,36 @@ class Table:
         return {str(p): s for p, s in zip(self.points, self.seconds, strict=True)}
 
 
-def written(tables: Mapping[int, Table]) -> dict[str, dict[str, float]]:
-    """Tables by number of rows, for a profile file."""
+ByRows = Mapping[int, Table]
+
+
+def _written(tables: ByRows) -> dict[str, dict[str, float]]:
     return {str(rows): table.as_dict() for rows, table in tables.items()}
 
 
-def read_by_rows(given: Mapping[str, Mapping[str, float]]) -> dict[int, Table]:
-    """Read what `written` returned."""
-    return {int(rows): Table.read(table) for rows, table in given.items()}
+def _read_by_rows(given: Mapping[str, Mapping[str, float]]) -> dict[int, Table]:
+    tables = {int(rows): Table.read(table) for rows, table in given.items()}
+    if 1 not in tables:
+        raise ValueError("the table of a single row is missing")
+    return tables
 
 
-@dataclass(frozen=True)
-class Copies:
-    """Costs of drafts by 4-bit copies of layers and head; the fields are those of `Costs`."""
+def between_rows(tables: ByRows, num_rows: int, at: float) -> float:
+    """A table's value at `at`, linear between measured numbers of rows; beyond the last, its slope continues."""
+    rows = sorted(tables)
+    if num_rows <= rows[0] or len(rows) == 1:
+        return tables[rows[0]](at)
+    i = min(bisect_left(rows, num_rows), len(rows) - 1)
+    low = tables[rows[i - 1]](at)
+    high = max(low, tables[rows[i]](at))  # more rows never take less time
+    return low + (num_rows - rows[i - 1]) / (rows[i] - rows[i - 1]) * (high - low)
 
-    first: Mapping[int, Table]
-    early: Mapping[int, Table]
+
+class Copies(NamedTuple):
+    """Draft steps by 4-bit copies of layers and head; the fields are those of `Costs`."""
+
+    steps: ByRows
     head: Table
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"first": written(self.first), "early": written(self.early), "head": self.head.as_dict()}
-
-    @classmethod
-    def from_dict(cls, given: Any) -> Copies:
-        first, early = read_by_rows(given["first"]), read_by_rows(given["early"])
-        if not (1 in first and 1 in early):
-            raise ValueError("tables of copies for a single row are missing")
-        return cls(first, early, Table.read(given["head"]))
 
 
 class RoundLimits(NamedTuple):
@@ -111,60 +112,36 @@ class RoundLimits(NamedTuple):
         return min(self.longest, self.tokens // slots - 1)
 
 
-CONTEXT = 64  # cached tokens per row up to which the tables hold without a correction
+CONTEXT = 64  # cached tokens per row up to which the tables hold as they are
 LOOKUP_SECONDS = 1e-5  # seconds of one row's draft by lookup
-_TABLES, _BY_ROWS = ("plain", "head", "pick", "rest", "short"), ("first", "early", "late", "contexts")
-_OPTIONAL, _NUMBERS = ("context_widths", "ragged", "plain_head"), ("context", "context_width", "padding")
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of the parts of a round. Mappings are keyed by the number of rows in the batch.
+    """Seconds of whole rounds, and of draft steps. Mappings are keyed by the number of rows in the batch.
 
     Attributes:
-        plain: a forward of all layers over one token per row, by rows.
-        early: by rows: an early pass over one token per row, by its number of layers.
-        first: the same for the first pass of a round, when the processor's caches hold later layers; empty: as `early`.
-        late: by rows: one layer of a verification, by tokens per row.
-        head: final norm and vocabulary product, by tokens.
-        plain_head: the same after a plain forward, by rows, when the processor's caches do not hold the head; None: as
-            `head`.
-        pick: picking tokens and copying them to the host, by tokens.
-        rest: everything else in a round, by rows.
-        short: shadow picks over a shortlist of the vocabulary, by positions times layers.
-        context: one layer's extra seconds per row and cached token beyond `CONTEXT`, for a single row.
-        contexts: by rows: one layer's extra seconds per row, by cached tokens beyond `CONTEXT`. Beyond the last point
-            seconds are proportional to tokens; beyond the largest number of rows, to rows. Empty: as `context`.
-        context_width: a layer's further seconds per row and such cached token, for every token of a row in the pass
-            after its first, for a single row.
-        context_widths: the same for several rows, by their number; None: as `context_width`.
-        padding: 1 where every row's keys are read up to the longest row's length, 0 where only up to its own length;
-            values between are measured mixtures.
-        ragged: by rows: factor on `late` where few rows have many tokens and the others one. About 1 where tokens are
-            packed, up to 2 where attention pads to the longest row; None: not measured.
+        rounds: a round that runs all layers, by tokens per row; with one token it is a plain round.
+        steps: a draft step over one token per row (early layers, head and pick), by number of layers.
+        head: head and pick, by tokens.
+        context: by rows: what a cached token of every row beyond `CONTEXT` adds to a plain round.
+        width: share of it that every token of a row after its first adds in the same pass.
+        shadow: shadow picks over a shortlist of the vocabulary, by positions times layers.
         copies: drafting by 4-bit copies of the layers; None: there are none.
         recorded: limits of rounds from recordings; None: rounds are run operation by operation.
     """
 
     num_layers: int
-    plain: Table
-    early: Mapping[int, Table]
-    late: Mapping[int, Table]
+    rounds: ByRows
+    steps: ByRows
     head: Table
-    pick: Table
-    rest: Table
-    short: Table
-    context: float = 0.0
-    contexts: Mapping[int, Table] = field(default_factory=dict)
-    context_width: float = 0.0
-    context_widths: Table | None = None
-    padding: float = 1.0
-    first: Mapping[int, Table] = field(default_factory=dict)
-    ragged: Table | None = None
+    context: Table
+    shadow_picks: Table
+    width: float = 0.0
     copies: Copies | None = None
-    plain_head: Table | None = None
     recorded: RoundLimits | None = None
-    _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What users of these costs computed from them once."""
 
     def recorded_length(self, num_rows: int) -> int | None:
         """The maximum draft length of recorded rounds, 0 for more rows than are recorded; None: rounds are not."""
@@ -173,8 +150,8 @@ class Costs:
         return self.recorded.draft_length(num_rows) if num_rows <= self.recorded.rows else 0
 
     def plain_round(self, num_rows: int, context: float = CONTEXT) -> float:
-        """Seconds of a round of plain decoding."""
-        return self.round(None, (0,) * num_rows, context)
+        """Seconds of a round of plain decoding of rows with `context` cached tokens each."""
+        return between_rows(self.rounds, num_rows, 1) + self.reading(num_rows, context)
 
     def round(self, *shape: Any, **options: Any) -> float:
         """Seconds of a whole round; the arguments are those of `stages`."""
@@ -188,148 +165,68 @@ class Costs:
         draft_share: float = 1.0,
         copies: bool = False,
     ) -> dict[str, float]:
-        """Seconds by stage (draft, verify, head, pick, rest) of a round in which row i drafts `lengths[i]` tokens.
+        """Seconds by stage (draft, verify) of a round in which row i drafts `lengths[i]` tokens.
 
         A round by lookup in which no row drafts is a plain round.
 
         Args:
-            context: cached tokens per row, see `context_of`.
+            context: cached tokens per row.
             draft_share: share of the vocabulary that drafts are over. Their head and picks take this share of the time.
             copies: 4-bit copies draft, and all layers verify.
         """
         rows, tokens = len(lengths), sum(lengths) + len(lengths)
-        draft = head = pick = 0.0
-        judging = self.verify_head(tokens, rows)
-        if exit_layer is None or (exit_layer == LOOKUP and tokens == rows):
+        if exit_layer is None or exit_layer == LOOKUP:
             draft = 0.0 if exit_layer is None else rows * LOOKUP_SECONDS
-            verify = self.plain(rows) + self.num_layers * self.reading(rows, context)
-        elif exit_layer == LOOKUP:
-            draft, verify = rows * LOOKUP_SECONDS, self.verify(LOOKUP, rows, tokens, context)
-        elif copies and self.copies is not None:
-            draft, head, pick = self._by_copies(self.copies, exit_layer, lengths, context)
-            verify = self.verify(LOOKUP, rows, tokens, context)
-        else:
-            draft, head, pick = self._by_layers(exit_layer, lengths, context)
-            verify, judging = self.verify(exit_layer, rows, tokens, context), self.head(tokens)
-        head, pick = draft_share * head + judging, draft_share * pick + self.pick(tokens)
-        return {"draft": draft, "verify": verify, "head": head, "pick": pick, "rest": self.rest(rows)}
+            return {"draft": draft, "verify": self.verify(LOOKUP, rows, tokens, context)}
+        by_copies = copies and self.copies is not None
+        draft = sum(
+            steps * self.step(exit_layer, live, context, draft_share, by_copies)
+            for live, steps in _active_rows(lengths)
+        )
+        if by_copies:  # which do not run over the last drafted token
+            return {"draft": draft, "verify": self.verify(LOOKUP, rows, tokens, context)}
+        draft += self.step(exit_layer, rows, context, 0.0)
+        return {"draft": draft, "verify": self.verify(exit_layer, rows, tokens, context)}
 
-    def _by_layers(self, exit_layer: int, lengths: Sequence[int], context: float) -> tuple[float, float, float]:
-        """Seconds of early passes, heads and picks. The last drafted token runs through the early layers, too."""
-        draft, head, pick = self.early_pass(exit_layer, len(lengths), context, True), 0.0, 0.0
-        for live, steps in _active_rows(lengths):
-            draft += steps * self.early_pass(exit_layer, live, context)
-            head, pick = head + steps * self.head(live), pick + steps * self.pick(live)
-        return draft, head, pick
+    def step(
+        self, exit_layer: int, num_rows: int, context: float = CONTEXT, draft_share: float = 1.0, copies: bool = False
+    ) -> float:
+        """Seconds of a draft step over one token per row; with a `draft_share` of 0 it has no head."""
+        steps, head = (self.copies.steps, self.copies.head) if copies and self.copies else (self.steps, self.head)
+        whole = between_rows(steps, num_rows, exit_layer) - (1 - draft_share) * head(num_rows)
+        return max(0.0, whole) + exit_layer / self.num_layers * self.reading(num_rows, context)
 
-    def _by_copies(
-        self, copies: Copies, exit_layer: int, lengths: Sequence[int], context: float
-    ) -> tuple[float, float, float]:
-        """Seconds of the same stages by 4-bit copies, which do not run over the last drafted token."""
-        draft = head = pick = 0.0
-        for i, (live, steps) in enumerate(_active_rows(lengths)):
-            first = i == 0
-            draft += (steps - first) * self.early_pass(exit_layer, live, context, copies=True)
-            draft += first * self.early_pass(exit_layer, live, context, True, True)
-            head, pick = head + steps * copies.head(live), pick + steps * self.pick(live)
-        return draft, head, pick
+    def verify(self, exit_layer: int, num_rows: int, num_tokens: float, context: float = CONTEXT) -> float:
+        """Seconds of the layers from `exit_layer` on, head and picks over `num_tokens` tokens in all."""
+        width, share = num_tokens / num_rows, 1 - exit_layer / self.num_layers
+        whole, head = between_rows(self.rounds, num_rows, width), self.head(num_tokens)
+        return share * max(0.0, whole - head) + min(head, whole) + share * self.reading(num_rows, context, width)
+
+    def reading(self, num_rows: int, context: float, width: float = 1.0) -> float:
+        """Extra seconds of all layers for reading the cached tokens beyond `CONTEXT`; width: tokens per row."""
+        return max(0.0, context - CONTEXT) * self.context(num_rows) * (1 + self.width * (width - 1))
 
     def shadow(self, num_layers: int, num_positions: int, exact: bool = False) -> float:
         """Seconds of shadow picks of `num_layers` layers at `num_positions` positions."""
         tokens = num_layers * num_positions
-        if not tokens:
-            return 0.0
-        return self.head(tokens) + self.pick(tokens) if exact else self.short(tokens)
+        return 0.0 if not tokens else self.head(tokens) if exact else self.shadow_picks(tokens)
 
     def seed(self, num_layers: int, num_positions: int) -> float:
         """Seconds of probing a prompt at its last positions: the model's logits and shadow picks."""
-        return self.head(num_positions) + self.short(num_layers * num_positions) if num_layers else 0.0
-
-    def early_pass(
-        self, exit_layer: int, num_rows: int, context: float = CONTEXT, first: bool = False, copies: bool = False
-    ) -> float:
-        """Seconds of `exit_layer` layers over one token per row.
-
-        Args:
-            first: it is the first pass of a round.
-            copies: 4-bit copies run it.
-        """
-        passes = self.copies if copies and self.copies is not None else self
-        name = "first" if first and passes.first else "early"
-        one = self._between(getattr(passes, name), num_rows, exit_layer, (name, copies))
-        return one + exit_layer * self.reading(num_rows, context)
-
-    def verify(self, exit_layer: int, num_rows: int, num_tokens: float, context: float = CONTEXT) -> float:
-        """Seconds of the layers from `exit_layer` on over `num_tokens` tokens in all."""
-        width = num_tokens / num_rows
-        one = self._between(self.late, num_rows, width, "late")
-        return (self.num_layers - exit_layer) * (one + self.reading(num_rows, context, width))
-
-    def verify_head(self, num_tokens: float, num_rows: int) -> float:
-        """Seconds of the head over `num_tokens` tokens in all, where no early pass of the round used this head."""
-        colder = 0.0 if self.plain_head is None else self.plain_head(num_rows) - self.head(num_rows)
-        return self.head(num_tokens) + max(0.0, colder)
-
-    def context_of(self, num_cached: Sequence[int]) -> float:
-        """The equal context length per row at which reading the cache takes as long as with these lengths."""
-        longest, mean = max(num_cached), sum(num_cached) / len(num_cached)
-        return mean + self.padding * (longest - mean) if self.padding < 1 else longest
-
-    def reading(self, num_rows: int, context: float, width: float = 1.0) -> float:
-        """One layer's extra seconds for reading the cached tokens beyond `CONTEXT` of rows with `context` tokens each.
-
-        Args:
-            width: tokens per row in the pass.
-        """
-        if context <= CONTEXT:
-            return 0.0
-        beyond, further = context - CONTEXT, self.context_width
-        if self.context_widths is not None and num_rows > 1:
-            further = self.context_widths(min(num_rows, self.context_widths.points[-1]))
-        return self._reading_of(num_rows, beyond) + num_rows * beyond * further * (width - 1)
-
-    def _reading_of(self, num_rows: int, beyond: float) -> float:
-        """The same for one token per row. More rows never take less time; between measured numbers it is linear."""
-        rows, seconds = 1, beyond * self.context
-        for more, table in sorted(self.contexts.items()) if num_rows > 1 else ():
-            measured = min(beyond, table.points[-1])
-            of_more = max(seconds, more * table(measured) * beyond / measured)
-            if num_rows <= more:
-                return seconds + (num_rows - rows) / (more - rows) * (of_more - seconds)
-            rows, seconds = more, of_more
-        return seconds * num_rows / rows
-
-    def _between(self, tables: Mapping[int, Table], num_rows: int, at: float, name: Hashable) -> float:
-        """A table's value at `at`, linear between measured numbers of rows; beyond the last, its slope continues."""
-
-        def interpolated() -> float:
-            rows = sorted(tables)
-            if num_rows <= rows[0] or len(rows) == 1:
-                return tables[rows[0]](at)
-            i = min(bisect_left(rows, num_rows), len(rows) - 1)
-            low = tables[rows[i - 1]](at)
-            high = max(low, tables[rows[i]](at))  # more rows never take less time
-            return low + (num_rows - rows[i - 1]) / (rows[i] - rows[i - 1]) * (high - low)
-
-        return self.cached((name, num_rows, at), interpolated)
-
-    def cached(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The value of `make()`, computed once per key."""
-        if key not in self._cache:
-            self._cache[key] = make()
-        made: T = self._cache[key]
-        return made
+        return self.head(num_positions) + self.shadow(num_layers, num_positions) if num_layers else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """All fields as plain numbers, for a profile file."""
-        single: dict[str, Any] = {name: getattr(self, name).as_dict() for name in _TABLES}
-        some = {name: getattr(self, name) for name in (*_OPTIONAL, "copies")}
+        tables = {name: getattr(self, name).as_dict() for name in _TABLES}
+        copies = None
+        if self.copies is not None:
+            copies = {"steps": _written(self.copies.steps), "head": self.copies.head.as_dict()}
         return {
             "num_layers": self.num_layers,
-            **single,
-            **{name: written(getattr(self, name)) for name in _BY_ROWS},
-            **{name: getattr(self, name) for name in _NUMBERS},
-            **{name: None if part is None else part.as_dict() for name, part in some.items()},
+            **{name: _written(getattr(self, name)) for name in _BY_ROWS},
+            **tables,
+            "width": self.width,
+            "copies": copies,
             "recorded": self.recorded and list(self.recorded),
         }
 
@@ -341,25 +238,21 @@ class Costs:
             ValueError: `given` is something else.
         """
         try:
-            many = {name: read_by_rows(given[name]) for name in _BY_ROWS}
-            if not all(1 in many[name] for name in ("first", "early", "late") if many[name] or name != "first"):
-                raise ValueError("tables of a single row are missing")
-            if not all(rows > 1 and _starts_at_zero(table) for rows, table in many["contexts"].items()):
-                raise ValueError("contexts must be of several rows, and their tables begin at 0 tokens with 0 seconds")
-            numbers = {name: float(given[name]) for name in _NUMBERS}
-            for name, value in numbers.items():
-                most = 1.0 if name == "padding" else 1e9
-                if not 0 <= value <= most:
-                    raise ValueError(f"{name} must lie in 0..{most:g}, got {value}")
-            fields: dict[str, Any] = {**many, **numbers, **{name: Table.read(given[name]) for name in _TABLES}}
-            fields |= {name: Table.read(given[name]) for name in _OPTIONAL if given.get(name) is not None}
-            if given.get("copies") is not None:
-                fields["copies"] = Copies.from_dict(given["copies"])
+            fields: dict[str, Any] = {name: _read_by_rows(given[name]) for name in _BY_ROWS}
+            fields |= {name: Table.read(given[name]) for name in _TABLES}
+            fields["width"] = float(given["width"])
+            if not 0 <= fields["width"] <= 1e9:
+                raise ValueError(f"width must lie in 0..1e9, got {fields['width']}")
+            if (copies := given.get("copies")) is not None:
+                fields["copies"] = Copies(_read_by_rows(copies["steps"]), Table.read(copies["head"]))
             if given.get("recorded") is not None:
                 fields["recorded"] = RoundLimits(*[int(limit) for limit in given["recorded"]])
             return cls(int(given["num_layers"]), **fields)
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as problem:
             raise ValueError(f"not a table of costs: {problem}") from problem
+
+
+_BY_ROWS, _TABLES = ("rounds", "steps"), ("head", "context", "shadow_picks")
 
 
 def _active_rows(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -369,7 +262,3 @@ def _active_rows(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
         if length > before:
             yield len(lengths) - ended, length - before
             before = length
-
-
-def _starts_at_zero(table: Table) -> bool:
-    return len(table.points) > 1 and table.points[0] == table.seconds[0] == 0

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from selfspec.control.acceptance import Decayed, Floats, TokenClock
+from selfspec.control.drafters import MOST_FOUND
 from selfspec.control.plan import MATCH_EDGES, NUM_LOOKUP_BINS, SOURCES, LookupTable, lookup_bin
-from selfspec.control.round_costs import MOST_FOUND, MOST_PACKED, RoundCosts
+from selfspec.control.times import MOST_PACKED
 
 if TYPE_CHECKING:
     from selfspec.drafting.ngram_index import Tally
@@ -83,17 +84,17 @@ class NgramStats:
 
 
 def table(
-    rates: Sequence[Sequence[float]], costs: RoundCosts, usual: float, most: int = MOST_FOUND
+    rates: Sequence[Sequence[float]], seconds: Floats, usual: float, most: int = MOST_FOUND
 ) -> LookupTable | None:
     """Draft lengths of all rows; None where no draft is expected to be faster than decoding without lookup.
 
     Args:
         rates: per row and `lookup_bin`, the probability that the token after a match is the one that the text has.
+        seconds: of rounds in which all rows together draft 0, 1, 2, .. tokens.
         usual: tokens per second of all rows without lookup.
         most: maximum draft length of a row.
     """
-    count, seconds = len(rates), costs.lookups()
-    most = min(most, costs.longest, costs.most_found)
+    count = len(rates)
     if most < 1:
         return None
     needs = usual * seconds - count

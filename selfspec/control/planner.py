@@ -2,7 +2,7 @@
 
     expected(drafter, exit layer) = max over stop rules of  rows * (1 + E[accepted tokens]) / E[seconds of the round]
 
-`RoundCosts.rates` computes the fraction. Where the best value is below plain decoding, nothing is drafted.
+`Candidates.rates` computes the fraction. Where the best value is below plain decoding, nothing is drafted.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from typing import NamedTuple
 import numpy as np
 
 from selfspec.control.acceptance import Floats
+from selfspec.control.costs import Costs
+from selfspec.control.drafters import BY_LAYERS, MOST, MOST_FOUND, RECORDED_LENGTHS, Drafter
 from selfspec.control.ledger import Ledger
 from selfspec.control.plan import LookupTable, ShadowPlan, SurvivalStop
-from selfspec.control.round_costs import BY_LAYERS, MOST, Drafter, RoundCosts, each_of, one_more
+from selfspec.control.times import Times
 from selfspec.core import Plan
 
 RECORD_MARGIN = 0.05  # relative gain that a change of exit layer or draft length needs where rounds are recorded
@@ -27,6 +29,8 @@ EXIT_PRIOR, EXIT_PRIOR_WIDTH, EXIT_PRIOR_WEIGHT = 0.3, 0.5, 24.0
 MIN_LENGTH_SHARE = 0.75  # a stop rule must let drafts of average acceptance reach this share of the expected length
 MIN_SEEN = 12.0  # observations of a layer from which on its copy may draft
 UNKNOWN = 4  # maximum draft length of a layer with fewer observations; of other layers, the number of observations
+CAPS = (1, 2, 3, 4, 6, 9, 13, MOST)  # maximum lengths among the stop rules of a single row
+_LENGTHS, _CAPS = np.arange(1.0, MOST + 1), np.array(CAPS, np.float64)
 
 
 class Evidence(NamedTuple):
@@ -75,35 +79,114 @@ class Decision(NamedTuple):
         )
 
 
-def decide(
-    now: Decision, costs: RoundCosts, drafters: Sequence[Drafter], layers: Sequence[int], evidence: Evidence
-) -> Decision:
+class Candidates:
+    """The rounds that layers may draft, and their expected tokens per second.
+
+    Model of a single row's draft: it continues while confidences are above a bound, up to a maximum length, and ends
+    after the first token below; confidences are independent. Model of several rows, and of recorded rounds, which take
+    no less time where a draft stops early: all drafts have the same length.
+
+    Args:
+        most: maximum draft length in recorded rounds.
+        most_seconds: rounds that take longer are not chosen.
+    """
+
+    def __init__(
+        self,
+        costs: Costs,
+        times: Times,
+        drafters: Sequence[Drafter] = (BY_LAYERS,),
+        most: int = MOST,
+        most_seconds: float = math.inf,
+    ) -> None:
+        self.num_rows, self.plain_seconds, self.drafters = times.num_rows, times.plain_seconds, drafters
+        recorded = costs.recorded_length(self.num_rows)
+        self.stops_early = recorded is None
+        """Whether a draft that stops early takes less time."""
+        self.longest = MOST_FOUND if recorded is None else recorded
+        """Maximum draft length."""
+        self._is_allowed = self.longest >= _LENGTHS
+        if not self.stops_early:
+            self._is_allowed &= np.isin(_LENGTHS, [length for length in RECORDED_LENGTHS if length <= most])
+        self.seconds, self._most_seconds = np.array([times.drafts(drafter) for drafter in drafters]), most_seconds
+        """`[drafters, L - 1, MOST + 1]`: seconds of rounds in which every row drafts 0, 1, .., `MOST` tokens."""
+
+    def rates(self, right: Floats, share: Floats, coverages: Floats) -> tuple[Floats, Floats]:
+        """Tokens per second of all rows, `[drafters, L - 1, stops]`, and drafted tokens per row, `[L - 1, stops]`.
+
+        For one row a stop is a confidence bin with a maximum length in `CAPS`; else (see the class) it is a length.
+
+        Args:
+            right: `[L - 1, bins]`, acceptance rate by bin of confidence.
+            share: `[L - 1, bins]`, share of the picks in each bin.
+            coverages: `[drafters, L - 1]`, factors on `right`.
+        """
+        seconds, drafted_right = self.seconds, right * share * coverages[:, :, None]
+        if self.num_rows > 1 or not self.stops_early:
+            acceptance = np.add.reduce(drafted_right, 2, keepdims=True)
+            kept = 1 + np.add.accumulate(acceptance**_LENGTHS, 2)
+            kept = self.num_rows * kept * self._is_allowed / seconds[:, :, 1:]
+            return self._affordable(kept, seconds[:, :, 1:]), np.tile(_LENGTHS, (len(share), 1))
+        # P(confidence above the bound), P(above and accepted) for each drafter: [1 + drafters, L - 1, bins]
+        likely = np.concatenate((share[None], drafted_right))
+        above = np.minimum(np.add.accumulate(likely[:, :, ::-1], 2)[:, :, ::-1], 1 - 1e-6)
+        # Expected tokens of a draft up to its stop, and expected accepted ones.
+        expected = ((1 - above[..., None] ** _CAPS) / (1 - above[..., None])).reshape(len(above), len(share), -1)
+        drafted, kept = expected[0], expected[1:]
+        low, rounds = drafted.astype(np.int64), np.empty(kept.shape)  # below `MOST`
+        at = low + np.arange(0, len(share) * (MOST + 1), MOST + 1)[:, None]
+        for line, of_drafter in zip(rounds, seconds, strict=True):
+            below, beyond = of_drafter.take(at), of_drafter.take(at + 1)
+            line[:] = below + (drafted - low) * (beyond - below)
+        capped = seconds[:, :, list(CAPS)]  # a draft may go on to its maximum
+        found = ((1 + above[1:, :, :1] * kept) / rounds).reshape(*capped.shape[:2], -1, len(CAPS))
+        return self._affordable(found, capped[:, :, None]).reshape(kept.shape), drafted
+
+    def _affordable(self, rates: Floats, seconds: Floats) -> Floats:
+        return rates if self._most_seconds == math.inf else np.where(seconds <= self._most_seconds, rates, 0.0)
+
+    def limits(self) -> Floats:
+        """Upper bounds of the tokens per second of all rows, `[L - 1]`: with an acceptance rate of 1."""
+        best = np.maximum.reduce(self._is_allowed * (1 + _LENGTHS) / self.seconds[:, :, 1:], 2)
+        for line, drafter in zip(best, self.drafters, strict=True):
+            if drafter.deepest is not None:
+                line[drafter.deepest :] = 0
+        return np.asarray(self.num_rows * best.max(0))
+
+    def could_pay(self, layers: Sequence[int], rate: float) -> tuple[int, ...]:
+        """The layers with more than `rate` tokens per second at an acceptance rate of 1. Others are not probed."""
+        limits = self.limits()
+        return tuple([layer for layer in layers if limits[layer - 1] > rate])
+
+
+def decide(now: Decision, candidates: Candidates, layers: Sequence[int], evidence: Evidence) -> Decision:
     """Choose drafter, exit layer and stop rule, or plain decoding.
 
     Args:
-        now: the decision before, which others must exceed by a margin.
-        drafters: drafters to choose from, the layers themselves first.
+        now: the decision before, which others must exceed by a margin where rounds are recorded.
         layers: exit layers to choose from.
     """
-    costs.drafters = drafters
+    drafters = candidates.drafters
     coverages = np.array([[drafter.coverage] for drafter in drafters]).repeat(len(evidence.right), 1)
     coverages[[drafter.by_copies for drafter in drafters]] *= evidence.agreement
-    rates, drafted = costs.rates(evidence.right, evidence.share, coverages)  # [drafters, L - 1, stops], [L - 1, stops]
+    rates, drafted = candidates.rates(
+        evidence.right, evidence.share, coverages
+    )  # [drafters, L - 1, stops], [L - 1, stops]
     expected = np.maximum.reduce(rates, 2)
-    margin = 0.0 if costs.stops_early else RECORD_MARGIN
-    at, exit_layer = _choose(now, margin, costs.num_rows, drafters, layers, expected, evidence)
-    line, plain = exit_layer - 1, costs.num_rows / costs.plain_seconds
+    margin = 0.0 if candidates.stops_early else RECORD_MARGIN
+    at, exit_layer = _choose(now, margin, candidates.num_rows, drafters, layers, expected, evidence)
+    line, plain = exit_layer - 1, candidates.num_rows / candidates.plain_seconds
     best = float(expected[at, line])
     if best <= plain:
         return Decision(plain, best / plain)
     stop = int(rates[at, line].argmax())
-    if not costs.stops_early and (now.exit_layer, now.drafter.key) == (exit_layer, drafters[at].key):
+    if not candidates.stops_early and (now.exit_layer, now.drafter.key) == (exit_layer, drafters[at].key):
         before = now.most - 1
         if rates[at, line, stop] < (1 + margin) * rates[at, line, before]:
             stop = before
     rate, length = float(rates[at, line, stop]), float(drafted[line, stop])
     right = tuple((evidence.right[line] * coverages[at, line]).tolist())
-    drafting = _drafting(exit_layer, drafters[at], rate, length, right, costs, evidence)
+    drafting = _drafting(exit_layer, at, rate, length, right, candidates, evidence)
     return drafting._replace(usual=best, speedup=best / plain)
 
 
@@ -144,34 +227,43 @@ def _exit_prior(seen: Floats) -> Floats:
 
 def _drafting(
     exit_layer: int,
-    drafter: Drafter,
+    at: int,
     rate: float,
     length: float,
     right: tuple[float, ...],
-    costs: RoundCosts,
+    candidates: Candidates,
     evidence: Evidence,
 ) -> Decision:
-    """The decision for the chosen layer; `right` is its acceptance rate by bin, `rate` tokens per second.
+    """The decision for the chosen layer and the drafter `at`.
+
+    `right` is its acceptance rate by bin, `rate` its tokens per second.
 
     The stop rule lets drafting continue while the draft's survival exceeds what one more token costs, measured in
     tokens by the rate of the round. Where stopping early saves no time, there is no such rule.
     """
-    line, rounds, rows = exit_layer - 1, costs.rounds(exit_layer, drafter), costs.num_rows
+    line, rows = exit_layer - 1, candidates.num_rows
+    drafter, rounds = candidates.drafters[at], candidates.seconds[at, line].tolist()
     decision = Decision(exit_layer=exit_layer, drafter=drafter, length=length, rounds=rounds, most=round(length))
-    if not costs.stops_early:
+    if not candidates.stops_early:
         return decision
     acceptance = sum([chance * often for chance, often in zip(right, evidence.share[line].tolist(), strict=True)])
     value = rate / max(acceptance, 1e-6)  # of a second, in survival
-    least, most = value * one_more(rounds, length, rows), MOST
+    least, most = value * _one_more(rounds, length, rows), MOST
     if least > acceptance ** (MIN_LENGTH_SHARE * length):  # costs have steps: use the average cost of a token
-        least, most = min(least, value * each_of(rounds, length, rows)), max(1, math.ceil(length))
+        least, most = min(least, value * _each_of(rounds, length, rows)), max(1, math.ceil(length))
     return decision._replace(
         stop=SurvivalStop(right, least),
         most=min(most, max(UNKNOWN, int(evidence.seen[line] + 1e-6))),
     )
 
 
-def could_pay(costs: RoundCosts, layers: Sequence[int], rate: float) -> tuple[int, ...]:
-    """The exit layers with more than `rate` tokens per second at an acceptance rate of 1. Others are not probed."""
-    limits = costs.limits()
-    return tuple([layer for layer in layers if limits[layer - 1] > rate])
+def _one_more(rounds: Sequence[float], drafted: float, num_rows: int) -> float:
+    """Seconds per row that one more drafted token per row adds to a round with about `drafted` per row."""
+    at = min(int(drafted), MOST - 2)
+    return (rounds[at + 2] - rounds[at]) / 2 / num_rows
+
+
+def _each_of(rounds: Sequence[float], drafted: float, num_rows: int) -> float:
+    """Average seconds per row and drafted token of such a round."""
+    count = min(MOST, max(1, math.ceil(drafted)))
+    return (rounds[count] - rounds[0]) / count / num_rows

@@ -1,20 +1,21 @@
-"""`Times`: seconds that rounds of one batch size and range of context lengths took, by what they drafted.
+"""`Times`: seconds of the rounds of one batch size in one range of context lengths, by what they draft.
 
-Seconds of rounds that draft are kept relative to plain rounds of the same minute, so that a machine that becomes slower
-for all rounds changes no choice. A measured mean replaces a calibrated one as readings come in. Rounds that have not
-run are calibrated times, in proportion to the measured times of rounds like them.
+A round that has run counts with the decayed mean of what it took. Seconds of rounds that draft are kept relative to
+plain rounds of the same minute, so that a machine that becomes slower for all rounds changes no choice. A round that
+has not run counts with its calibrated time (`Costs`), in proportion to the measured times of rounds like it.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Hashable
 
 import numpy as np
 
 from selfspec.control.acceptance import Decayed, Floats, TokenClock
+from selfspec.control.costs import CONTEXT, Costs
+from selfspec.control.drafters import MOST, MOST_FOUND, Drafter
+from selfspec.core import LOOKUP
 
 # Plain rounds whose times are kept. The first rounds after a prompt, and those that other processes delay, take longer.
 PLAIN_READINGS = 16
@@ -22,38 +23,54 @@ PLAIN_EVERY = 32, 512  # rounds between plain ones, while drafts run: at first; 
 HALF_LIFE = 1024.0  # of readings of other rounds, in emitted tokens per row
 CALIBRATED = 1.0  # readings that a calibrated time counts as
 LOOKUP_EDGES = (1, 2, 3, 4, 5, 6, 8, 12, 18, 32, 64, 96, 128, 192)  # least drafted tokens of all rows, by bin
+LOOKUP_GRID = (0, 1, 2, 3, 4, 5, 7, 11, 17, 31, 63)  # drafted tokens per row at which calibrated times are computed
+MOST_PACKED = 256  # tokens drafted by lookup in a round, at most: their logits are in memory at once
 MOST_OFF = 2.0  # a reading counts as at most so many times the mean of those before
 CONTEXT_EDGES = (512, 2048, 8192, 32768)  # bounds between ranges of context lengths, in tokens per row
+CONTEXT_STEP = 64  # growth of the rows in tokens after which calibrated times are computed again
+_BINS = np.searchsorted(LOOKUP_EDGES, np.arange(1, MOST_PACKED + 1), "right") - 1
+_FIRST = np.array(LOOKUP_EDGES) - 1
 
 
 class Times:
-    """Decayed means of what rounds took.
+    """Seconds of rounds of `num_rows` rows.
 
     Args:
-        shape: number of exit layers, and of draft lengths from 0.
         clock: emitted tokens per row.
+
+    Attributes:
+        since_plain: rounds since the last plain one.
+        plain_interval: after so many rounds plain ones are measured again.
     """
 
-    def __init__(self, shape: tuple[int, int], clock: TokenClock) -> None:
-        self._shape, self._clock = shape, clock
+    def __init__(self, costs: Costs, num_rows: int, clock: TokenClock) -> None:
+        self.num_rows, self._costs, self._clock = num_rows, costs, clock
         self._plain: deque[float] = deque(maxlen=PLAIN_READINGS)
-        self.calibrated_plain = math.inf
-        """Calibrated seconds of a plain round."""
         self.since_plain, self.plain_interval = 0, PLAIN_EVERY[0]
-        """Rounds since the last plain one, and after how many plain rounds are measured again."""
         self._lookups = Decayed((2, len(LOOKUP_EDGES)), HALF_LIFE, clock)
-        self._exits: dict[Hashable, Decayed] = {}  # by drafter
+        self._drafts: dict[tuple[int | None, int | None], Decayed] = {}  # by drafter
+        self._grids: dict[tuple[float, bool], Floats] = {}
+        self._context = -1.0
+        self.move(CONTEXT)
+
+    def move(self, context: float) -> None:
+        """Set the tokens per row, from which the calibrated time of reading the KV cache follows."""
+        context = (context // CONTEXT_STEP + 0.5) * CONTEXT_STEP
+        if context != self._context:
+            self._context, self._grids = context, {}
+            self._calibrated_plain = self._costs.plain_round(self.num_rows, context)
+
+    # ----------------------------------------------------------------------------------------------------- measuring
 
     @property
-    def plain_seconds(self) -> float | None:
-        """Seconds of a plain round: the lower quartile of the last ones; None before one was measured.
+    def measured_plain(self) -> float | None:
+        """Seconds of a plain round: the lower quartile of the last ones; None before one was measured."""
+        return sorted(self._plain)[len(self._plain) // 4] if self._plain else None
 
-        While few were measured, no more than `calibrated_plain`.
-        """
-        if not self._plain:
-            return None
-        found = sorted(self._plain)[len(self._plain) // 4]
-        return found if len(self._plain) >= PLAIN_READINGS // 2 else min(found, self.calibrated_plain)
+    @property
+    def plain_seconds(self) -> float:
+        """Seconds of a plain round, calibrated before one was measured."""
+        return self.measured_plain or self._calibrated_plain
 
     def add_plain(self, seconds: float) -> None:
         """Count a plain round."""
@@ -65,15 +82,20 @@ class Times:
         if num_drafted > 0:
             self._add(self._lookups, bisect_right(LOOKUP_EDGES, num_drafted) - 1, seconds)
 
-    def add_draft(self, drafter: Hashable, exit_layer: int, num_drafted: int, seconds: float) -> None:
-        """Count a round that layers drafted; `num_drafted`: tokens per row."""
-        kept = self._exits.get(drafter)
+    def add_draft(self, drafter: tuple[int | None, int | None], exit_layer: int, length: int, seconds: float) -> None:
+        """Count a round that layers drafted.
+
+        Args:
+            drafter: `Drafter.key`.
+            length: drafted tokens per row.
+        """
+        kept = self._drafts.get(drafter)
         if kept is None:
-            kept = self._exits[drafter] = Decayed((2, *self._shape), HALF_LIFE, self._clock)
-        self._add(kept, (exit_layer - 1) * self._shape[1] + min(num_drafted, self._shape[1] - 1), seconds)
+            kept = self._drafts[drafter] = Decayed((2, self._costs.num_layers - 1, MOST + 1), HALF_LIFE, self._clock)
+        self._add(kept, (exit_layer - 1) * (MOST + 1) + min(length, MOST), seconds)
 
     def _add(self, kept: Decayed, cell: int, seconds: float) -> None:
-        plain = self.plain_seconds
+        plain = self.measured_plain
         if plain is None or not (plain > 0 and seconds > 0):
             return
         half, ratio = len(kept.cells) // 2, seconds / plain
@@ -81,23 +103,72 @@ class Times:
         kept.add(cell, min(ratio, MOST_OFF * total / readings) if readings > 0 else ratio)
         kept.add(cell + half, 1.0)
 
-    def lookups(self, calibrated: Floats) -> Floats:
-        """Relative seconds of rounds by lookup in which all rows draft 1, 2, .. tokens; `calibrated`: the same."""
+    # ------------------------------------------------------------------------------------------------------- reading
+
+    def lookups(self) -> Floats:
+        """Seconds of rounds by lookup in which all rows together draft 0, 1, 2, .. tokens."""
+        calibrated = self._calibrated_lookups() / self._calibrated_plain
         ratios, readings = self._lookups.now()
         bins = _BINS[: len(calibrated)]
-        typical = calibrated[np.minimum(_FIRST, len(calibrated) - 1)]
-        usual = calibrated * _factor(ratios, readings * typical)
-        return np.maximum.accumulate((ratios[bins] + CALIBRATED * usual) / (readings[bins] + CALIBRATED))
+        usual = calibrated * _factor(ratios, readings * calibrated[np.minimum(_FIRST, len(calibrated) - 1)])
+        relative = np.maximum.accumulate((ratios[bins] + CALIBRATED * usual) / (readings[bins] + CALIBRATED))
+        return self.plain_seconds * np.concatenate(((1.0,), relative))
 
-    def drafts(self, drafter: Hashable, calibrated: Floats) -> Floats:
-        """Relative seconds of rounds that layers draft, `[exit layers, draft lengths]`; `calibrated`: the same."""
-        if drafter not in self._exits:
-            return calibrated
-        ratios, readings = self._exits[drafter].now()
-        expected = readings * calibrated
-        of_layer = _factor(ratios.sum(1), expected.sum(1), _factor(ratios, expected))
-        usual = calibrated * of_layer[:, None]
-        return np.asarray((ratios + CALIBRATED * usual) / (readings + CALIBRATED))
+    def drafts(self, drafter: Drafter) -> Floats:
+        """Seconds of rounds that layers draft, `[L - 1, MOST + 1]`, by exit layer and drafted tokens per row."""
+        relative = self._calibrated_drafts(drafter) / self._calibrated_plain
+        if drafter.key in self._drafts:
+            ratios, readings = self._drafts[drafter.key].now()
+            expected = readings * relative
+            of_layer = _factor(ratios.sum(1), expected.sum(1), _factor(ratios, expected))
+            relative = (ratios + CALIBRATED * relative * of_layer[:, None]) / (readings + CALIBRATED)
+        return self.plain_seconds * relative
+
+    def _calibrated_lookups(self) -> Floats:
+        """`lookups` from 1 drafted token on, calibrated."""
+        costs, rows = self._costs, self.num_rows
+        drafted = np.arange(1, min(rows * MOST_FOUND, MOST_PACKED) + 1) / rows
+        grid = costs.cache.get(("lookups", rows))
+        if grid is None:
+            rounds = [costs.round(LOOKUP, (n,) * rows) for n in LOOKUP_GRID]
+            grid = costs.cache["lookups", rows] = np.interp(drafted, LOOKUP_GRID, rounds)
+        first = costs.reading(rows, self._context)
+        return np.asarray(grid + first + (costs.reading(rows, self._context, 2) - first) * drafted)
+
+    def _calibrated_drafts(self, drafter: Drafter) -> Floats:
+        """`drafts`, calibrated."""
+        key = drafter.share, drafter.by_copies
+        if key not in self._grids:
+            costs, rows = self._costs, self.num_rows
+            terms = costs.cache.get(("drafts", rows, key[1]))
+            if terms is None:
+                terms = costs.cache["drafts", rows, key[1]] = _terms(costs, rows, key[1])
+            first = costs.reading(rows, self._context)
+            factors = np.array((1.0, drafter.share, first, costs.reading(rows, self._context, 2) - first))
+            self._grids[key] = np.tensordot(factors, terms, 1)
+        return self._grids[key]
+
+
+def _terms(costs: Costs, rows: int, copies: bool) -> Floats:
+    """The terms of calibrated rounds, `[4, L - 1, MOST + 1]`, by exit layer and drafted tokens per row.
+
+    Fixed seconds; seconds of the draft's heads over the whole vocabulary; passes over all layers of one token per row,
+    and of one further token per row.
+    """
+    layers, drafted = costs.num_layers, np.arange(MOST + 1)
+    exits = np.arange(1, layers)[:, None]
+    head = costs.copies.head if copies and costs.copies is not None else costs.head
+    bare = np.array([[costs.step(e, rows, draft_share=0.0, copies=copies)] for e in range(1, layers)])
+    whole = np.array([costs.verify(LOOKUP, rows, rows * (1 + n)) for n in range(MOST + 1)])
+    judging = np.minimum(whole, [costs.head(rows * (1 + n)) for n in range(MOST + 1)])
+    verified = np.ones((layers - 1, 1)) if copies else 1 - exits / layers
+    passes = drafted if copies else drafted + 1  # copies do not run over the last drafted token
+    terms = np.empty((4, layers - 1, MOST + 1))
+    terms[0] = passes * bare + verified * (whole - judging) + judging
+    terms[1] = drafted * head(rows)
+    terms[2] = passes * exits / layers + verified
+    terms[3] = verified * drafted
+    return terms
 
 
 def _factor(ratios: Floats, expected: Floats, usual: Floats | float | None = None) -> Floats:
@@ -107,20 +178,16 @@ def _factor(ratios: Floats, expected: Floats, usual: Floats | float | None = Non
     return np.asarray((ratios + CALIBRATED * usual) / (expected + CALIBRATED))
 
 
-_BINS = np.searchsorted(LOOKUP_EDGES, np.arange(1, 257), "right") - 1
-_FIRST = np.array(LOOKUP_EDGES) - 1
-
-
 class AllTimes:
     """`Times` of every batch size and range of context lengths, made at the first use."""
 
-    def __init__(self, shape: tuple[int, int], clock: TokenClock) -> None:
-        self._shape, self._clock = shape, clock
+    def __init__(self, costs: Costs, clock: TokenClock) -> None:
+        self._costs, self._clock = costs, clock
         self._known: dict[tuple[int, int], Times] = {}
 
     def of(self, num_rows: int, context: float) -> Times:
         """The times of a batch whose rows hold `context` tokens each."""
         key = num_rows, bisect_right(CONTEXT_EDGES, context)
         if key not in self._known:
-            self._known[key] = Times(self._shape, self._clock)
+            self._known[key] = Times(self._costs, num_rows, self._clock)
         return self._known[key]

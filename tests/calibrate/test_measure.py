@@ -8,6 +8,7 @@ import logging
 import math
 import random
 from threading import Event, Thread
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,10 +16,8 @@ import torch
 from selfspec.calibrate import measure as module
 from selfspec.calibrate import timed_rounds as timed
 from selfspec.calibrate.measure import exits_to_time, measure
-from selfspec.calibrate.overhead import EngineOverhead
-from selfspec.calibrate.readings import MOST_OF_MEDIAN, Readings, low, mean
 from selfspec.calibrate.timed_rounds import FURTHER, TimedRounds
-from selfspec.control.costs import CONTEXT, Costs, Table
+from selfspec.control.costs import Costs, Table
 from selfspec.core import Plan, SamplingParams
 from selfspec.executors.cuda.capture import CannotCapture
 from selfspec.loading.target import Target
@@ -33,12 +32,12 @@ def written(target):
 
 
 def tables_of(costs):
-    return [costs.plain, costs.head, costs.pick, costs.rest, costs.short, *costs.early.values(), *costs.late.values()]
+    return [costs.head, costs.shadow_picks, *costs.rounds.values(), *costs.steps.values()]
 
 
 def assert_sound(costs, num_layers):
     assert costs.num_layers == num_layers
-    for seconds in (costs.context, *(s for table in costs.contexts.values() for s in table.seconds)):
+    for seconds in (costs.width, *costs.context.seconds):
         assert math.isfinite(seconds) and seconds >= 0
     for table in tables_of(costs):
         assert all(math.isfinite(s) and s > 0 for s in table.seconds)
@@ -51,12 +50,9 @@ def assert_sound(costs, num_layers):
 def test_every_piece_is_measured(family):
     costs = measure(tiny(family).split, (1, 3), repeats=1, within=None)
     assert_sound(costs, 4)
-    assert costs.plain.points == (1, 3)
-    assert costs.early[1].points == (1, 2, 3) and set(costs.early) == set(costs.late) == {1, 3}
-    assert costs.late[1].points == module.WIDTHS and costs.late[3].points == module.BATCH_WIDTHS
-    assert costs.ragged.points == (3,) and costs.ragged(3) > 0
-    assert costs.plain_head.points == (1, 3)
-    assert {1, 3, 8, 27, 128} <= set(costs.head.points) and costs.head.points == costs.pick.points
+    assert costs.steps[1].points == (1, 2, 3) and set(costs.steps) == set(costs.rounds) == {1, 3}
+    assert costs.rounds[1].points == module.WIDTHS and costs.rounds[3].points == module.BATCH_WIDTHS
+    assert {1, 3, 8, 27, 128} <= set(costs.head.points)
 
 
 @pytest.mark.parametrize("heads", [slow(()), slow((3,))])
@@ -65,15 +61,15 @@ def test_rounds_from_recordings_are_measured_from_recordings(heads):
     costs = measure(with_runner(target, max_rows=6).split, (1, 2, 4, 6, 8), repeats=1)
     assert_sound(costs, 4)
     assert costs.recorded == target.split.runner.limits and costs.recorded_length(4) == 15
-    assert costs.plain.points == (1, 4, 6) and set(costs.early) == set(costs.late) == {1, 4, 6}
-    assert set(heads) <= set(costs.early[1].points) and costs.late[1].points == (1, 2, 5, 9, 16)
+    assert set(costs.steps) == set(costs.rounds) == {1, 4, 6}
+    assert set(heads) <= set(costs.steps[1].points) and costs.rounds[1].points == (1, 2, 5, 9, 16)
 
 
 @pytest.mark.parametrize("num_layers", [2, slow(3), slow(5)])
 def test_every_exit_layer_of_recorded_rounds_has_a_cost_of_its_own(num_layers):
     target = with_runner(Target(build("llama", num_hidden_layers=num_layers), backend="views"), max_rows=1)
     costs = measure(target.split, (1,), repeats=1)
-    assert costs.early[1].points == ((1,) if num_layers == 2 else (1, 2))
+    assert costs.steps[1].points == ((1,) if num_layers == 2 else (1, 2))
 
 
 @pytest.mark.slow
@@ -146,38 +142,12 @@ def test_recordings_of_other_threads_wait_for_a_measurement():
 def test_layers_with_exit_heads_are_timed_since_they_take_longer(within):
     split = Target(build("llama", num_hidden_layers=10), exit_heads=some_heads((4, 7))).split
     costs = measure(split, (1, 3), repeats=1, within=within)
-    assert {4, 7} <= set(costs.early[1].points) and 4 in costs.early[3].points
+    assert {4, 7} <= set(costs.steps[1].points) and 4 in costs.steps[3].points
 
 
 def test_a_single_row_is_always_measured_and_many_rows_at_two_widths_at_least():
     costs = measure(tiny("llama").split, (200,), repeats=1, within=None)
-    assert costs.plain.points == (1, 200)
-    assert costs.late[200].points == (1, 2)
-
-
-def test_what_engines_spend_around_their_rounds_is_timed_again_and_again_and_leaves_nothing_behind():
-    split = Target(build("llama"), backend="compiled").split
-    ticks = itertools.count()
-    for now, least, most in (
-        (lambda: 0.0, 0.0, 0.0),
-        (lambda: next(ticks), 0.9 / 32, 1 / 32),
-    ):
-        around = EngineOverhead(split, now)
-        for rows in (1, 3, 1):
-            assert least <= around.seconds(list(range(rows))) <= most
-            assert least / 4 <= around.seconds(list(range(rows)), 1e-6) <= most / 3.9
-        assert torch.equal(split.frequencies.top(9), torch.arange(9)), "tokens of a measurement are counted as a text's"
-
-
-@pytest.mark.parametrize("limit", [34, 35, 36, 37])
-def test_what_engines_spend_is_timed_where_rows_may_become_long_enough(limit):
-    split = Target(build("llama", max_position_embeddings=limit), backend="compiled").split
-    ticks = itertools.count()
-    around = EngineOverhead(split, lambda: next(ticks))
-    assert around.fits == (limit > 34)
-    if around.fits:
-        assert 0 < around.seconds([3, 4]) <= 1 / 32
-    assert_sound(measure(split, (1, 2), repeats=1), 4)
+    assert sorted(costs.rounds) == [1, 200] and costs.rounds[200].points == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -188,8 +158,7 @@ def test_a_tiny_context_is_enough(family, limit):
     target = Target(build(family, max_position_embeddings=limit), check=False)
     costs = measure(target.split, (1, 2), repeats=1)
     assert_sound(costs, 4)
-    assert max(costs.late[1].points) <= limit
-    assert (costs.ragged is None) == (limit < module.RAGGED_WIDTH)
+    assert max(costs.rounds[1].points) <= limit
 
 
 def test_two_layers_are_enough_and_one_is_refused():
@@ -227,8 +196,8 @@ def test_a_bad_clock_still_gives_costs_to_divide_by(monkeypatch, steps):
 def test_a_slow_model_is_measured_at_fewer_points_unless_there_is_time(monkeypatch):
     monkeypatch.setattr(timed, "perf_counter", Clock(itertools.repeat(0.1)))
     split = tiny("llama").split
-    assert measure(split).late[1].points == module.THIN_WIDTHS
-    assert measure(split, repeats=1, within=None).late[1].points == module.WIDTHS
+    assert measure(split).rounds[1].points == module.THIN_WIDTHS
+    assert measure(split, repeats=1, within=None).rounds[1].points == module.WIDTHS
 
 
 @pytest.fixture
@@ -268,7 +237,7 @@ def test_a_measurement_that_takes_long_is_told_before_once(monkeypatch, told):
 def test_of_many_rows_a_slow_model_is_measured_at_three_numbers(monkeypatch):
     monkeypatch.setattr(timed, "perf_counter", Clock(itertools.repeat(0.1)))
     costs = measure(tiny("llama").split, (1, 2, 4, 8, 16))
-    assert costs.plain.points == (1, 2, 16) and costs.late[16].points == module.THIN_BATCH_WIDTHS
+    assert sorted(costs.rounds) == [1, 2, 16] and costs.rounds[16].points == module.THIN_BATCH_WIDTHS
 
 
 def test_measuring_leaves_no_trace():
@@ -299,96 +268,47 @@ def test_figures_that_do_not_fit_together_are_measured_once_more(monkeypatch, to
 
 def test_a_layer_that_seems_to_cost_half_of_all_is_doubted():
     costs = measure(tiny("llama").split, repeats=1)
-    slow = Table.of({exit_layer: costs.plain(1) for exit_layer in costs.early[1].points})
-    assert module.doubtful(dataclasses.replace(costs, early={1: slow}))
-    dear = Table.of({1: 0.1 * costs.plain(1), 3: 1.5 * costs.plain(1)})
-    assert module.doubtful(dataclasses.replace(costs, early={1: dear}))
-    fast = Table.of({exit_layer: 0.2 * exit_layer * costs.plain(1) for exit_layer in costs.early[1].points})
-    assert not module.doubtful(dataclasses.replace(costs, early={1: fast}))
+    plain, head = costs.plain_round(1), costs.head(1)
+    for share_of_one, of_three, is_doubtful in ((1.0, 1.0, True), (0.1, 1.5, True), (0.2, 0.6, False)):
+        steps = Table.of({1: share_of_one * plain + head, 3: of_three * plain + head})
+        assert module.doubtful(dataclasses.replace(costs, steps={1: steps})) == is_doubtful
 
 
-@pytest.mark.parametrize(("counts", "seconds"), [(low, 2.0), (mean, (29.0 + 4 * MOST_OF_MEDIAN) / 8)])
-def test_what_counts_of_readings_is_near_the_lowest_or_their_mean_without_interruptions(counts, seconds):
-    readings = Readings(counts)
-    for taken in (90.0, 2.0, 4.0, 1.0, 3.0, 5.0, 8.0, 6.0, -1.0):  # the last of a clock that went backwards
-        readings.keep("plain", 1, 1, taken)
-    assert readings.typical("plain") == {1: {1: pytest.approx(seconds)}}
+class Made(module._Measurement):
+    """A measurement of given readings of four layers, verified from the first on."""
+
+    def __init__(self, told):
+        self.split, self.middle, self.base, self.long = SimpleNamespace(num_layers=4), 1, 0, 100
+        self.readings, self.keeps = {}, True
+        for (piece, rows, size), seconds in told.items():
+            for taken in seconds if isinstance(seconds, tuple) else (seconds,):
+                self.keep(piece, rows, size, taken)
 
 
-def test_costs_are_of_the_readings_asked_for(monkeypatch):
-    asked = []
-    monkeypatch.setattr(module, "Readings", lambda counts: asked.append(counts) or Readings(counts))
-    measure(tiny("llama").split, repeats=1)
-    measure(tiny("llama").split, repeats=1, within=None, counts=mean)
-    assert set(asked[:1]) == {low} and asked[-1] == mean
-
-
-def test_reading_what_is_cached_is_priced_by_rows_and_by_the_width_of_a_pass():
-    readings = Readings()
-    # Four layers, verification from the first on; contexts longer by 100 tokens, of several rows by 50.
+def test_costs_are_what_follows_from_low_readings_of_rounds_and_their_parts():
     told = {
-        ("plain", 1, 1): 4.0,
-        ("long", 1, 1): 4.8,  # .002 a layer and token
+        ("plain", 1, 1): (90.0, 5.0, 4.5, 4.0, 6.0, 8.0, 4.2, 9.0, -1.0),  # the last of a clock that went backwards
+        ("layers", 1, 1): 3.6,
+        ("late", 1, 1): 2.7,
         ("late", 1, 8): 9.0,
-        ("long late", 1, 8): 12.0,  # .01, of 8 tokens
-        ("plain", 2, 1): 6.0,
-        ("longer", 2, 25): 6.4,  # .05 a layer and row
-        ("longer", 2, 50): 7.2,  # .15
-        ("plain", 9, 1): 7.0,
-        ("longer", 9, 50): 7.9,  # .025: nine are priced at .3 as two, since more never take less
-        ("late", 2, 3): 8.0,
-        ("longer late", 2, 3): 11.9,  # 1.3 a layer, of which .3 as in a plain round: .005 a row, token and further one
-        ("uneven", 2, 50): 6.7,  # of 1.2 seconds that two longer rows take, one takes .6 at least
-        ("uneven", 9, 50): 7.5,  # four of nine longer rows at least .4 of .9
-        ("halves", 1, 1): 3.9,  # which is the table's whole forward, and says nothing of what is cached
-        ("late", 1, 1): 3.0,
-        ("early", 1, 1): 1.0,
-        ("plain head", 1, 1): 0.2,
-        **{(piece, 1, 1): 0.1 for piece in ("head", "pick", "short")},
+        ("step", 1, 1): 1.2,
+        ("long", 1, 1): 5.0,  # .008 a token
+        ("long layers", 1, 1): 9.0,
+        ("long late", 1, 8): 12.0,  # 3 of three layers for 800 tokens in all
+        ("head", 1, 1): 0.2,
+        ("head", 1, 8): 0.5,
+        ("shadow", 1, 1): 0.1,
     }
-    for (piece, rows, size), seconds in told.items():
-        readings.keep(piece, rows, size, seconds)
-    costs = readings.costs(4, 1, 100)
-    assert costs.context == pytest.approx(0.002) and costs.context_width == pytest.approx(0.008 / 7)
-    assert costs.plain(1) == 3.9
-    assert costs.contexts[2].points == (0, 25, 50) and costs.contexts[2].seconds == pytest.approx((0.0, 0.05, 0.15))
-    assert costs.context_widths is not None
-    assert [costs.context_widths(rows) for rows in (1, 2)] == pytest.approx([0.008 / 7, 0.005])
-    assert costs.contexts[9](50) == pytest.approx(0.025)
-    assert costs.reading(9, CONTEXT + 50) == costs.reading(2, CONTEXT + 50) == pytest.approx(0.3)
-    assert costs.plain_head is not None and (costs.plain_head(1), costs.head(1)) == (0.2, 0.1)
-    assert costs.padding == pytest.approx((1.2 - 1.0) / (2.1 - 1.0))
-    assert readings.costs(4, 1, 0).context_widths is None
-    without = readings.costs(4, 1, 0)
-    assert (without.context, without.contexts, without.context_width, without.padding) == (0.0, {}, 0.0, 1.0)
-
-
-@pytest.mark.parametrize(("half", "padding"), [(5.0, 1.0), (4.0, 0.5), (3.0, 0.0), (9.0, 1.0), (1.0, 0.0)])
-def test_reading_goes_by_the_longest_row_as_far_as_one_longer_row_of_two_takes_what_two_take(half, padding):
-    readings = Readings()
-    for piece, size, seconds in (("plain", 1, 1.0), ("longer", 50, 5.0), ("uneven", 50, half)):
-        readings.keep(piece, 2, size, seconds)
-    for piece in ("plain", "long", "early", "late", "head", "pick", "short"):
-        readings.keep(piece, 1, 1, 0.1)
-    assert readings.costs(4, 1, 100).padding == pytest.approx(padding)
-
-
-def test_what_long_rows_hold_is_read_once_before_it_is_timed(monkeypatch):
-    split = Target(build("llama", max_position_embeddings=1024), backend="compiled").split
-    asked, laps = [], TimedRounds.laps
-
-    def noted(self, num_rows, context, plan, further, uneven=0):
-        if plan.exit_layer is None and num_rows > 1:
-            asked.append((context - CONTEXT, uneven))
-        return laps(self, num_rows, context, plan, further, uneven)
-
-    monkeypatch.setattr(TimedRounds, "laps", noted)
-    monkeypatch.setattr(module, "doubtful", lambda costs: False)
-    monkeypatch.setattr(module, "FAST", math.inf)
-    costs = measure(split, (2,), repeats=1, within=None)
-    assert asked[-4:] == [(128, 0), (64, 0), (128, 0), (0, 128)] and set(asked[:-4]) == {(0, 0)}
-    assert costs.contexts[2].points == (0, 64, 128)
-    assert costs.context_widths is not None and costs.context_widths.points == (1, 2)
+    costs = Made(told).summary()
+    assert costs.plain_round(1) == 4.2 and costs.head(8) == 0.5 and costs.steps[1](1) == 1.2
+    assert costs.rounds[1](8) == pytest.approx(4.2 + (9.0 - 2.7) * 4 / 3 + 0.3)
+    assert costs.context(1) == pytest.approx(0.8 / 100)
+    assert costs.width == pytest.approx((3.0 * 4 / 3 / 100 / 0.008 - 1) / 7)
+    # Parts that add up to less than the whole are scaled up, by a quarter at most.
+    for layers, factor in ((4.32, 1.2), (90.0, 1.25)):
+        scaled = Made(told | {("layers", 1, 1): layers}).summary()
+        assert scaled.steps[1](1) == pytest.approx(1.2 * factor)
+        assert scaled.rounds[1](8) == pytest.approx(4.2 + factor * (9.0 - 2.7) * 4 / 3 + 0.3)
 
 
 class Noting:
@@ -422,14 +342,12 @@ def lengths(monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 11])
-def test_rows_hold_what_they_are_said_to_in_the_mean_and_every_second_one_more(rows, lengths):
+def test_rows_hold_what_they_are_said_to_in_the_mean(rows, lengths):
     rounds = TimedRounds(Target(build("llama"), backend="compiled").split, rows, 200, 200)
     with torch.inference_mode():
-        for uneven in (0, 50):
-            rounds.laps(rows, 60, Plan(None, (0,) * rows), 0, uneven)
-    even, uneven = lengths
-    assert sum(even) / len(even) == pytest.approx(60, abs=0.5) and len(set(even)) == min(rows, 8)
-    assert [b - a for a, b in zip(even, uneven, strict=True)] == [50 * (i % 2) for i in range(rows)]
+        rounds.laps(rows, 60, Plan(None, (0,) * rows), 0)
+    [held] = lengths
+    assert sum(held) / len(held) == pytest.approx(60, abs=0.5) and len(set(held)) == min(rows, 8)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

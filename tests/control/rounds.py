@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from selfspec.control.acceptance import TokenClock
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Copies, Costs, Table
 from selfspec.control.plan import NUM_LOOKUP_BINS, confidence_bin, table_of
+from selfspec.control.times import Times
 from selfspec.core import (
     LOOKUP,
     Plan,
@@ -72,9 +74,8 @@ def settled(policy, *rows):
     """The policy after plain rounds of these rows, which it measures before it decides anything."""
     plan = policy.plan([*rows])
     assert plan.exit_layer is None and plan.lookups is None
-    took = StageSeconds(
-        verify=policy.costs.plain_round(len(rows), policy.costs.context_of([r.num_tokens for r in rows]))
-    )
+    context = sum(row.num_tokens for row in rows) / len(rows)
+    took = StageSeconds(verify=policy.costs.plain_round(len(rows), context))
     policy.observe(plan, [RoundOutput(None, [row_round(row, 0, 0) for row in rows], took, plan)] * plan.num_rounds)
     return policy
 
@@ -93,10 +94,9 @@ def costs(slow_batch=8, unit=1.0):
     So one row's round with exit layer 1 and k drafted tokens takes (k + 1) + 3 units, a plain one 4.
     """
     nothing = Table.of({1: 0.0})
-    early = Table.of({1: unit, 3: 3 * unit})
-    late = {1: Table.of({1: unit, 9: unit}), slow_batch: Table.of({1: unit, 9: 9 * unit})}
-    plain = Table.of({1: 4 * unit, 8: 4 * unit})
-    return Costs(4, plain, {1: early}, late, head=nothing, pick=nothing, rest=nothing, short=nothing)
+    steps = Table.of({1: unit, 3: 3 * unit})
+    rounds = {1: Table.of({1: 4 * unit, 9: 4 * unit}), slow_batch: Table.of({1: 4 * unit, 9: 36 * unit})}
+    return Costs(4, rounds, {1: steps}, head=nothing, context=nothing, shadow_picks=nothing)
 
 
 def even_costs(head=2e-5, rows=(1, 4)):
@@ -105,30 +105,39 @@ def even_costs(head=2e-5, rows=(1, 4)):
     def layer(tokens):
         return 1e-4 * (1 + 0.02 * tokens)
 
-    late = {r: Table.of({w: layer(r * w) for w in (1, 2, 4, 8, 18)}) for r in rows}
-    early = {r: Table.of({e: e * layer(r) for e in range(1, LAYERS)}) for r in rows}
-    one = Table.of({n: head * (1 + 0.02 * n) for n in (1, 8, 64)})
-    plain = Table.of({r: LAYERS * layer(r) for r in rows})
     few = Table.of({1: 1e-6, 64: 5e-6})
-    return Costs(LAYERS, plain, early, late, head=one, pick=few, rest=few, short=few, context=1e-7)
+    one = Table.of({n: head * (1 + 0.02 * n) + few(n) for n in (1, 8, 64)})
+    widths = (1, 2, 4, 8, 18)
+    rounds = {r: Table.of({w: LAYERS * layer(r * w) + one(r * w) + few(r) for w in widths}) for r in rows}
+    steps = {r: Table.of({e: e * layer(r) + one(r) for e in range(1, LAYERS)}) for r in rows}
+    context = Table.of({r: LAYERS * r * 1e-7 for r in rows})
+    return Costs(LAYERS, rounds, steps, head=one, context=context, shadow_picks=few)
 
 
 def on_slower_machine(costs, factor):
-    """Costs where all layers take `factor` times as long."""
-    early, late = ({rows: table.scaled(factor) for rows, table in part.items()} for part in (costs.early, costs.late))
-    return replace(costs, plain=costs.plain.scaled(factor), early=early, late=late)
+    """Costs where everything takes `factor` times as long."""
+    rounds, steps = (
+        {rows: table.scaled(factor) for rows, table in part.items()} for part in (costs.rounds, costs.steps)
+    )
+    return replace(costs, rounds=rounds, steps=steps, head=costs.head.scaled(factor))
 
 
 def with_dear_contexts(costs):
     """Costs where reading the KV cache is slow for many rows and for many tokens of a row."""
-    contexts, widths = {4: Table((0, 128, 256), (0.0, 4e-4, 1e-3))}, Table((1, 4), (8e-7, 2e-6))
-    return replace(costs, context=2e-6, contexts=contexts, context_width=8e-7, context_widths=widths)
+    return replace(costs, context=Table((1, 4), (LAYERS * 2e-6, LAYERS * 1.6e-5)), width=0.4)
 
 
 def with_copies(costs, faster=4.0):
     """Costs where 4-bit copies are `faster` than the layers."""
-    early = {rows: table.scaled(1 / faster) for rows, table in costs.early.items()}
-    return replace(costs, copies=Copies({}, early, costs.head.scaled(1 / faster)))
+    steps = {rows: table.scaled(1 / faster) for rows, table in costs.steps.items()}
+    return replace(costs, copies=Copies(steps, costs.head.scaled(1 / faster)))
+
+
+def times_of(costs, rows, context=1):
+    """Times of rows with about `context` tokens each before any round has run."""
+    times = Times(costs, rows, TokenClock())
+    times.move(context)
+    return times
 
 
 # ---------------------------------------------------------------------------------------------------------- simulation
@@ -239,7 +248,7 @@ def decode(policy, costs, all_texts, true_costs=None):
                     shadow = shadow_of(text, plan.shadow.layers, at, at + judged)
                 outcomes.append(row_round(row, n, accepted, tuple(confidences[i]), shadow=shadow))
             exit_layer = plan.exit_layer if any(drafted) else None
-            context = true_costs.context_of([row.num_tokens for row in rows])
+            context = sum(row.num_tokens for row in rows) / len(rows)
             took = StageSeconds(**true_costs.stages(exit_layer, drafted, context))
             judged = [one.shadow.hits.size for one in outcomes if one.shadow is not None]
             took.shadow = true_costs.shadow(1, sum(judged))

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from selfspec.control.acceptance import Tracker, is_prior
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Table
+from selfspec.control.drafters import MOST
 from selfspec.control.plan import NUM_BINS, NUM_LOOKUP_BINS
-from selfspec.control.round_costs import MOST, RoundCosts
+from selfspec.control.planner import Candidates
 from selfspec.core import LOOKUP, Plan, RoundOutput, StageSeconds
 from tests.control.rounds import (
     LAYERS,
@@ -30,6 +31,7 @@ from tests.control.rounds import (
     settled,
     tell,
     texts,
+    times_of,
 )
 from tests.slow import slow
 
@@ -45,9 +47,9 @@ def test_it_costs_next_to_nothing_where_drafts_do_not_pay_and_gains_where_they_d
 
 def test_drafts_are_as_long_as_planned_where_costs_rise_in_steps():
     costs = even_costs()
-    points = costs.late[1].points
-    late = Table(points, tuple(costs.late[1](1) * (4 if n > 12 else 1) for n in points))  # flat, then steep
-    costs = replace(costs, late=dict.fromkeys(costs.late, late))
+    points, plain = costs.rounds[1].points, costs.plain_round(1)
+    rounds = Table(points, tuple(plain * (4 if n > 12 else 1) for n in points))  # flat, then steep
+    costs = replace(costs, rounds=dict.fromkeys(costs.rounds, rounds), head=Table.of({1: 0.0}))
     rounds = decode(Adaptive(costs, drafters=["exit"]), costs, texts(1, count=1)).rounds
     drafted = [round_.rows[0].num_drafted for round_ in rounds[len(rounds) // 2 : -1]]
     assert sum(drafted) > 6 * len(drafted)
@@ -65,7 +67,7 @@ def test_of_layers_that_are_always_right_the_cheapest_drafts_the_maximum():
     rounds = decode(Adaptive(costs), costs, texts(1, count=1, num_tokens=900)).rounds[30:-1]
     drafting = [round_ for round_ in rounds if round_.exit_layer]  # others measure the time of plain rounds
     assert len(drafting) > 15 and {round_.exit_layer for round_ in drafting} == {1}
-    assert sum(round_.rows[0].num_drafted == MOST for round_ in drafting) > 0.8 * len(drafting)
+    assert sum(round_.rows[0].num_drafted == MOST for round_ in drafting) > 0.7 * len(drafting)
 
 
 def test_it_drafts_again_when_drafts_begin_to_pay():
@@ -110,7 +112,7 @@ def test_a_prompt_is_probed_as_far_as_its_output_can_pay_for_it():
 
 def test_layers_are_probed_only_where_being_always_right_would_pay():
     costs = even_costs()
-    limits = RoundCosts(costs, 1).limits() * costs.plain_round(1)
+    limits = Candidates(costs, times_of(costs, 1)).limits() * costs.plain_round(1)
     plans = [round_.plan for round_ in decode(Adaptive(costs), costs, texts(0.8, 1)).rounds if round_.plan.shadow]
     assert any((plan.speedup or 1) > 1.1 * limits[-1] for plan in plans)
     for plan in plans:  # limits fall a little as the context grows
@@ -167,7 +169,7 @@ def test_it_starts_with_the_prior_of_the_same_model():
 
 def test_it_learns_while_decoding_that_early_passes_take_longer_than_its_table_says():
     costs = even_costs()
-    dear = replace(costs, early={rows: table.scaled(1.8) for rows, table in costs.early.items()})
+    dear = replace(costs, steps={rows: table.scaled(1.8) for rows, table in costs.steps.items()})
     wrong, right = (
         sum(decode(Adaptive(known), known, [text], dear).seconds for text in texts(0.8)) for known in (costs, dear)
     )
@@ -203,7 +205,7 @@ def test_state_is_plain_numbers_and_damaged_parts_are_ignored():
 
 
 def test_rounds_that_draft_are_compared_with_plain_ones_now_and_then():
-    costs = replace(even_costs(), short=Table.of({1: 1e-3, 64: 2e-2}))  # probes take long, and are rare
+    costs = replace(even_costs(), shadow_picks=Table.of({1: 1e-3, 64: 2e-2}))  # probes take long, and are rare
     rounds = play(Adaptive(costs, drafters=["exit"]), costs, 400)
     assert 0 < sum(round_.exit_layer is None for round_ in rounds[20:]) < 50
 
@@ -233,7 +235,7 @@ def test_a_decision_that_is_interrupted_is_made_again(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Adaptive, "_table", interrupt)
+        patch.setattr(Adaptive, "_set_lookups", interrupt)
         with pytest.raises(KeyboardInterrupt):
             policy.plan(later)
     before = policy.decision

@@ -7,8 +7,9 @@ import pytest
 
 from selfspec.control.acceptance import Tracker
 from selfspec.control.adaptive import Adaptive
+from selfspec.control.drafters import BY_LAYERS, MOST, Drafter, Drafters
 from selfspec.control.plan import SEED_POSITIONS
-from selfspec.control.round_costs import BY_LAYERS, MOST, Drafter, Drafters, RoundCosts
+from selfspec.control.planner import Candidates
 from selfspec.core import DRAFTERS, ShadowPicks
 from tests.control.rounds import (
     LAYERS,
@@ -18,6 +19,7 @@ from tests.control.rounds import (
     sequence,
     settled,
     tell,
+    times_of,
     with_copies,
     with_dear_contexts,
 )
@@ -171,12 +173,12 @@ def test_copies_draft_over_a_part_of_the_vocabulary_where_their_own_head_is_dear
 def test_rounds_that_copies_draft_in_take_what_the_table_says(rows, share):
     costs = with_dear_contexts(with_copies(even_costs(), 3.0))
     copies, how = Drafter(share=share, draft_bits=4, deepest=4), {"copies": True, "draft_share": share}
-    round_costs = RoundCosts(costs, rows, 300)
-    round_costs.drafters = [BY_LAYERS, copies]
+    candidates = Candidates(costs, times_of(costs, rows, 288), [BY_LAYERS, copies])
     for drafted in (1, 5, MOST):
-        assert round_costs.rounds(3, copies)[drafted] == pytest.approx(costs.round(3, [drafted] * rows, 300, **how))
-    limit = max(rows * (1 + n) / costs.round(3, [n] * rows, 300, **how) for n in range(1, MOST + 1))
-    assert round_costs.limits()[2] >= limit * (1 - 1e-9)
+        expected = costs.round(3, [drafted] * rows, 288, **how)
+        assert candidates.seconds[1, 2, drafted] == pytest.approx(expected)
+    limit = max(rows * (1 + n) / costs.round(3, [n] * rows, 288, **how) for n in range(1, MOST + 1))
+    assert candidates.limits()[2] >= limit * (1 - 1e-9)
 
 
 def test_the_clock_says_of_copies_what_it_does_not_say_of_the_layers():

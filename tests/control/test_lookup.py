@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from selfspec.control.acceptance import TokenClock
 from selfspec.control.adaptive import Adaptive
+from selfspec.control.drafters import MOST_FOUND
 from selfspec.control.ngrams import LEAST_CHANCE, SHORTEST, NgramStats, table
 from selfspec.control.plan import (
     CORPUS,
@@ -21,9 +22,19 @@ from selfspec.control.plan import (
     match_bin,
     table_of,
 )
-from selfspec.control.round_costs import LOOKUP_GRID, MOST_FOUND, MOST_PACKED, RoundCosts
+from selfspec.control.times import LOOKUP_GRID, MOST_PACKED
 from selfspec.core import LOOKUP
-from tests.control.rounds import Match, Repetition, Tally, even_costs, play, sequence, settled, with_dear_contexts
+from tests.control.rounds import (
+    Match,
+    Repetition,
+    Tally,
+    even_costs,
+    play,
+    sequence,
+    settled,
+    times_of,
+    with_dear_contexts,
+)
 
 # ---------------------------------------------------------------------------------------------------------- statistics
 
@@ -92,9 +103,9 @@ def test_what_came_of_a_draft_counts_by_the_match_before_each_token():
     st.integers(1, MOST_FOUND),
 )
 def test_a_single_rows_length_is_that_of_most_tokens_per_second(rates, source, speedup, most):
-    round_costs = RoundCosts(even_costs(), 1)
-    usual, seconds = speedup / round_costs.plain_seconds, round_costs.lookups()
-    found = table([rates], round_costs, usual, most)
+    times = times_of(even_costs(), 1)
+    usual, seconds = speedup / times.plain_seconds, times.lookups()
+    found = table([rates], seconds, usual, most)
     for match in SHORTEST:
         chances = np.cumprod([rates[lookup_bin(match + at, source)] for at in range(most)])
         kept = [1.0, *(1 + np.cumsum(np.where(chances < LEAST_CHANCE, 0, chances)))]
@@ -110,24 +121,22 @@ def test_a_single_rows_length_is_that_of_most_tokens_per_second(rates, source, s
 @settings(max_examples=30, deadline=None)
 @given(st.integers(2, 6), st.floats(0.05, 0.99), st.integers(0, 99))
 def test_rows_of_a_batch_draft_where_all_together_promise_more_than_is_usual(count, rate, seed):
-    round_costs = RoundCosts(even_costs(rows=(1, 4, 8)), count)
-    usual = count / round_costs.plain_seconds
-    found = table([[rate] * NUM_LOOKUP_BINS] * count, round_costs, usual)
+    times = times_of(even_costs(rows=(1, 4, 8)), count)
+    usual = count / times.plain_seconds
+    found = table([[rate] * NUM_LOOKUP_BINS] * count, times.lookups(), usual)
     matches = np.random.default_rng(seed).integers(0, 40, count).tolist()
     lengths = None if found is None else found.drafted(matches, [100] * count)
     if lengths is not None:
         kept = count + sum(sum(rate ** (at + 1) for at in range(n)) for n in lengths)
-        assert kept / round_costs.lookups()[sum(lengths)] >= usual * (1 - 1e-9)
+        assert kept / times.lookups()[sum(lengths)] >= usual * (1 - 1e-9)
         assert all(match or not length for match, length in zip(matches, lengths, strict=True))
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("context", [10, 700])
+@pytest.mark.parametrize("context", [32, 672])
 def test_rounds_by_lookup_take_what_the_table_says(rows, context):
     costs = with_dear_contexts(even_costs())
-    round_costs = RoundCosts(costs, rows)
-    round_costs.move(context)
-    prices = round_costs.lookups()
+    prices = times_of(costs, rows, context).lookups()
     assert len(prices) == 1 + min(rows * MOST_FOUND, MOST_PACKED)
     assert prices[0] == pytest.approx(costs.plain_round(rows, context))
     for drafted in LOOKUP_GRID[1:]:

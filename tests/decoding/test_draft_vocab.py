@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.control import round_costs
+from selfspec.control import drafters
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs, Table
 from selfspec.core import SamplingParams, SpeculativeConfig, StageSeconds
@@ -270,7 +270,7 @@ class Watched(Adaptive):
 @pytest.mark.parametrize("backend", ["auto", "views"])
 @pytest.mark.parametrize("lengths", [(9,), RAGGED], ids=["one row", "ragged"])
 def test_the_default_drafts_over_a_part_where_that_pays_and_changes_no_token(backend, lengths, monkeypatch):
-    monkeypatch.setattr(round_costs, "LEAST_VOCAB", 12)  # of 96 tokens
+    monkeypatch.setattr(drafters, "LEAST_VOCAB", 12)  # of 96 tokens
     model = build("llama")
     with torch.no_grad():
         model.lm_head.weight[20:] *= 0.1  # it writes the first tokens only, nearly always
@@ -286,7 +286,6 @@ def test_the_default_drafts_over_a_part_where_that_pays_and_changes_no_token(bac
 
 def test_costs_of_a_small_head():
     flat = Table((1, 8), (1.0, 1.0))
-    costs = Costs(4, flat, {1: flat}, {1: flat}, head=flat, pick=flat, rest=flat, short=flat)
-    whole, part = costs.stages(2, [3]), costs.stages(2, [3], draft_share=0.25)
-    assert (whole["head"], part["head"]) == (4.0, 1.75)
-    assert costs.round(2, [3]) - costs.round(2, [3], draft_share=0.25) == pytest.approx(4.5)
+    steps = {1: flat.scaled(3.0)}
+    costs = Costs(4, {1: flat.scaled(9.0)}, steps, head=flat, context=flat.scaled(0.0), shadow_picks=flat)
+    assert costs.round(2, [3]) - costs.round(2, [3], draft_share=0.25) == pytest.approx(3 * 0.75)

@@ -24,12 +24,12 @@ def made_up_costs(num_layers, head=2e-4, rows=(1, 4)):
     def layer(tokens):
         return 1e-3 * (1 + 0.02 * tokens)
 
-    late = {r: Table.of({w: layer(r * w) for w in (1, 2, 4, 8, 18)}) for r in rows}
-    early = {r: Table.of({e: e * layer(r) for e in range(1, num_layers)}) for r in rows}
-    one = Table.of({n: head * (1 + 0.02 * n) for n in (1, 8, 64)})
-    plain = Table.of({r: num_layers * layer(r) for r in rows})
-    few = Table.of({1: 1e-5, 64: 5e-5})
-    return Costs(num_layers, plain, early, late, head=one, pick=few, rest=few, short=few, context=1e-6)
+    few, widths = Table.of({1: 1e-5, 64: 5e-5}), (1, 2, 4, 8, 18)
+    one = Table.of({n: head * (1 + 0.02 * n) + few(n) for n in (1, 8, 64)})
+    rounds = {r: Table.of({w: num_layers * layer(r * w) + one(r * w) + few(r) for w in widths}) for r in rows}
+    steps = {r: Table.of({e: e * layer(r) + one(r) for e in range(1, num_layers)}) for r in rows}
+    context = Table.of({r: num_layers * r * 1e-6 for r in rows})
+    return Costs(num_layers, rounds, steps, head=one, context=context, shadow_picks=few)
 
 
 def with_dear_contexts(costs):

@@ -51,16 +51,11 @@ def costs_for(draw, num_layers):
         steps = draw(st.lists(seconds, min_size=len(points), max_size=len(points)))
         return Table(tuple(points), tuple(float(x) for x in size * np.cumsum(steps)))
 
-    layer = {1: table((1, 2, 5, 19))}
-    early = {1: table(range(1, num_layers))}
-    plain = Table((1,), (draw(st.floats(0.1, 3.0)) * num_layers,))
-    few = table((1, 8), 0.1)
-    reading = dict(
-        zip(("context", "context_width"), draw(st.sampled_from([(0.0, 0.0), (0.05, 0.0), (0.05, 0.02)])), strict=True)
-    )
-    others = {**reading, "plain_head": draw(st.sampled_from([None, table((1, 8), 0.3)]))}
-    copies = draw(st.sampled_from([None, Copies(early, {1: table(range(1, num_layers), 0.5)}, table((1,), 0.1))]))
-    return Costs(num_layers, plain, early, layer, table((1, 4, 19), 0.2), few, few, few, **others, copies=copies)
+    rounds, steps = {1: table((1, 2, 5, 19), num_layers)}, {1: table(range(1, num_layers))}
+    context, width = draw(st.sampled_from([(0.0, 0.0), (0.2, 0.0), (0.2, 0.4)]))
+    copies = draw(st.sampled_from([None, Copies({1: table(range(1, num_layers), 0.5)}, table((1,), 0.1))]))
+    head, context = table((1, 4, 19), 0.2), Table((1,), (context,))
+    return Costs(num_layers, rounds, steps, head, context, table((1, 8), 0.1), width=width, copies=copies)
 
 
 @settings(max_examples=8)

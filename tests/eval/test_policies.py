@@ -116,9 +116,11 @@ def test_policies_are_named_as_methods_are(files, capsys):
 def test_with_head_changes_only_the_head():
     costs = made_up_costs(8)
     other = with_head(costs, 2.0)
-    assert other.head(1) == pytest.approx(2 * costs.plain(1) / 8)
-    assert other.head(8) / other.head(1) == pytest.approx(costs.late[1](8) / costs.late[1](1))
-    assert other.early_pass(3, 2) == costs.early_pass(3, 2) and other.plain_round(1) > costs.plain_round(1)
+    assert other.head(1) == pytest.approx(2 * (costs.plain_round(1) - costs.head(1)) / 8)
+    assert other.head(8) / other.head(1) == pytest.approx(costs.head(8) / costs.head(1))
+    assert other.plain_round(1) - other.head(1) == pytest.approx(costs.plain_round(1) - costs.head(1))
+    assert other.step(3, 1, draft_share=0.0) == pytest.approx(costs.step(3, 1, draft_share=0.0))
+    assert other.round(0, [3]) - other.head(4) == pytest.approx(costs.round(0, [3]) - costs.head(4))
     assert with_head(costs, 0.0).head(16) == 0
 
 

@@ -60,7 +60,8 @@ def test_an_idle_server_takes_the_seconds_of_replay(costs, traces):
     served = serve("fixed:2,3", costs, few, 1e-3)
     for one, trace in zip(served, few, strict=True):
         alone = replay([trace], make("fixed:2,3", costs), costs)
-        reading = costs.verify(0, 1, trace.prompt_length - 1, (trace.prompt_length - 1) / 2)
+        num_read = trace.prompt_length - 1
+        reading = costs.verify(0, 1, num_read, num_read / 2) - costs.head(num_read)
         assert one.e2el == pytest.approx(alone.round_seconds + reading)
 
 
@@ -88,7 +89,7 @@ def test_computed_costs_follow_bandwidth_then_arithmetic_and_can_be_stored():
     lost = 33 * gpu.gap + gpu.round + gpu.row + gpu.pick
     assert costs.plain_round(1) == pytest.approx(weights / gpu.bandwidth + lost, rel=2e-3)
     assert costs.plain_round(64) < 1.25 * costs.plain_round(1)
-    many = costs.verify(0, 1, 2048) - 32 * gpu.gap
+    many = costs.verify(0, 1, 2048) - costs.head(2048) - 32 * gpu.gap - gpu.round
     assert many == pytest.approx(2 * 32 * 218_103_808 * 2048 / gpu.flops, rel=1e-3)
     one = 2 * 2 * 8 * 128 / gpu.bandwidth  # keys and values of a token in a layer
     assert costs.plain_round(3, 1064) - costs.plain_round(3, 64) == pytest.approx(32 * 3 * 1000 * one)

@@ -1,30 +1,33 @@
-"""Seconds of rounds in arrays are those of the table of costs, and tokens per second are what adding up gives."""
+"""Seconds of rounds in arrays are those of `Costs`, and tokens per second are what adding up gives."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from selfspec.control.drafters import BY_LAYERS, MOST
 from selfspec.control.plan import NUM_BINS, SurvivalStop
-from selfspec.control.round_costs import CAPS, MOST, RoundCosts
-from tests.control.rounds import LAYERS, even_costs, with_dear_contexts
+from selfspec.control.planner import CAPS, Candidates
+from selfspec.control.times import CONTEXT_STEP
+from tests.control.rounds import LAYERS, even_costs, times_of, with_dear_contexts
 
 ALL = np.ones((1, LAYERS - 1))  # coverages
+contexts = st.integers(0, 14).map(lambda n: (n + 0.5) * CONTEXT_STEP)
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(1, LAYERS - 1), st.sampled_from([1, 4]), st.integers(1, 900))
+@given(st.integers(1, LAYERS - 1), st.sampled_from([1, 4]), contexts)
 def test_the_limit_of_a_layer_is_what_it_promises_if_it_is_always_right(layer, rows, context):
     costs = with_dear_contexts(even_costs())
-    round_costs = RoundCosts(costs, rows, context)
+    candidates = Candidates(costs, times_of(costs, rows, context))
     limit = max(rows * (1 + n) / costs.round(layer, [n] * rows, context) for n in range(1, MOST + 1))
-    assert round_costs.limits()[layer - 1] == pytest.approx(limit)
+    assert candidates.limits()[layer - 1] == pytest.approx(limit)
+    assert layer in candidates.could_pay(range(1, LAYERS), 0.999 * limit)
+    assert layer not in candidates.could_pay(range(1, LAYERS), 1.001 * limit)
     right = np.ones((LAYERS - 1, NUM_BINS))
-    assert round_costs.rates(right, right / NUM_BINS, ALL)[0][0, layer - 1].max() <= 1.001 * limit
+    assert candidates.rates(right, right / NUM_BINS, ALL)[0][0, layer - 1].max() <= 1.001 * limit
 
 
 @settings(max_examples=25, deadline=None)
@@ -34,7 +37,7 @@ def test_tokens_per_second_of_a_stop_are_what_adding_up_all_drafts_gives(seed, b
     right, share = np.sort(rng.random((LAYERS - 1, NUM_BINS)), 1), rng.random((LAYERS - 1, NUM_BINS))
     share /= share.sum(1, keepdims=True)
     costs, line = even_costs(), exit_layer - 1
-    [rates], drafted = RoundCosts(costs, 1).rates(right, share, ALL)
+    [rates], drafted = Candidates(costs, times_of(costs, 1)).rates(right, share, ALL)
     on, also_right = share[line, bin_:].sum(), (share * right)[line, bin_:].sum()
     chance, expected, kept = 1.0, 0.0, 0.0
     for length in range(1, cap + 1):  # the chance that a draft has this many tokens, and that so many are right
@@ -50,16 +53,13 @@ def test_tokens_per_second_of_a_stop_are_what_adding_up_all_drafts_gives(seed, b
         assert (1 + kept) / rates[line, stop] == pytest.approx(fixed[0] + part * (fixed[1] - fixed[0]), rel=1e-3)
 
 
-@given(st.integers(1, LAYERS - 1), st.integers(0, MOST), st.sampled_from([1, 4]), st.integers(1, 900))
-def test_rounds_take_what_the_table_says_their_dear_first_pass_included(exit_layer, drafted, rows, context):
+@given(st.integers(1, LAYERS - 1), st.integers(0, MOST), st.sampled_from([1, 4]), contexts)
+def test_rounds_take_what_costs_say(exit_layer, drafted, rows, context):
     costs = with_dear_contexts(even_costs())
-    costs = replace(costs, first={rows: table.scaled(1.5) for rows, table in costs.early.items()})
-    costs = replace(costs, plain_head=costs.head.scaled(1.3))
-    round_costs = RoundCosts(costs, rows)
-    round_costs.move(context)
+    times = times_of(costs, rows, context)
     expected = costs.round(exit_layer, [drafted] * rows, context)
-    assert round_costs.rounds(exit_layer)[drafted] == pytest.approx(expected)
-    assert round_costs.plain_seconds == pytest.approx(costs.plain_round(rows, context))
+    assert times.drafts(BY_LAYERS)[exit_layer - 1, drafted] == pytest.approx(expected)
+    assert times.plain_seconds == pytest.approx(costs.plain_round(rows, context))
 
 
 def test_rows_draft_on_together_while_their_mean_survival_pays():
