@@ -96,6 +96,7 @@ class Adaptive(Policy):
         self._could_pay: tuple[int, ...] = ()  # layers that are faster than the decision if they are always right
         self._probed: tuple[int, ...] = ()  # those that are worth a probe
         self._rows: list[tuple[int, int]] = []  # identities of the rows of the last decision, see `Sequence.identity`
+        self._in_ledger: list[tuple[int, int]] = []  # identities of the rows of `Ledger.leads`
         self._has_processors = False  # whether any of these rows has processors
         self._context_lengths: abc.Sequence[int] = (0,)  # tokens per row
         self._rounds_left, self._interval = 0, FIRST  # rounds to the next decision, and from it to the one after
@@ -156,8 +157,11 @@ class Adaptive(Policy):
     def plan(self, rows: list[Sequence]) -> Plan:
         self._context_lengths = [row.num_tokens for row in rows]
         count, has_processors = len(rows), any(row.has_processors for row in rows)
-        is_other = [row.identity for row in rows] != self._rows or has_processors != self._has_processors
+        identities = [row.identity for row in rows]
+        is_other = identities != self._rows or has_processors != self._has_processors
         times = self._times_of(self._context_lengths)
+        if identities != self._in_ledger:
+            self.ledger, self._in_ledger = self.ledger.of_rows(self._in_ledger, identities), identities
         self._has_decided = False
         if times.measured_plain is None:
             self._rounds_left = 0
@@ -224,7 +228,7 @@ class Adaptive(Policy):
         else:
             self.decision = self.decision._replace(usual=count / plain)
         self._set_lookups(rows, times, affordable)
-        self._rows = [row.identity for row in rows]  # last, so that an interrupted decision is made again
+        self._rows = self._in_ledger  # last, so that an interrupted decision is made again
         self._set_layers_price(plain, affordable)
         faster = self._could_pay
         if self.costs.recorded is not None and faster:

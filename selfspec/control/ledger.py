@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -20,9 +20,10 @@ class Ledger(NamedTuple):
     """A balance in seconds, and the prices of rounds: what they lose if no drafted token is accepted.
 
     Decoding pays in `SHARE` of its time. A round that drafts pays in what plain decoding takes for its tokens and takes
-    out its own time. The balance is at most `most`, so that one good minute does not pay for a bad one, and at least
-    minus that, so that one interruption does not end drafting for long. A round is run only if the balance covers its
-    price.
+    out its own time. Of several rows, what counts is how far the slowest one came: the tokens by which others are ahead
+    of it (`leads`) end no batch earlier. The balance is at most `most`, so that one good minute does not pay for a bad
+    one, and at least minus that, so that one interruption does not end drafting for long. A round is run only if the
+    balance covers its price.
 
     So over T seconds, at least a window, the loss is at most SHARE * T + `most` <= 2 * SHARE * T, whatever is accepted,
     if rounds take what their prices say. What they take beyond that comes on top: up to `OVERRUN` it is charged, beyond
@@ -34,6 +35,7 @@ class Ledger(NamedTuple):
     plain_seconds: float  # of a plain round of the rows
     lookup_prices: tuple[float, ...] = (0.0,)  # by drafted tokens of all rows; the last: of more
     layers_price: float = 0.0  # of a round that layers draft
+    leads: tuple[int, ...] = ()  # tokens by which each row is ahead of the slowest one; others than the rows': zeros
 
     @property
     def most(self) -> float:
@@ -55,15 +57,26 @@ class Ledger(NamedTuple):
 
     def after(self, round_: RoundOutput) -> Ledger:
         """The ledger after a round."""
-        took, rows, gained = round_.seconds.decoding, round_.rows, 0.0
+        took, rows, gained, leads = round_.seconds.decoding, round_.rows, 0.0, self.leads
         took = took if took > 0 else 0.0  # also of a clock that runs backwards
         if round_.exit_layer is not None and rows:
             drafted = sum([row.num_drafted for row in rows])
             found = self.lookup_prices[min(drafted, len(self.lookup_prices) - 1)]
             price = self.layers_price if round_.exit_layer else found
             took = min(took, OVERRUN * (self.plain_seconds + price))
-            gained = sum([len(row.token_ids) for row in rows]) / len(rows) * self.plain_seconds - took
-        return self.entered(SHARE * took + gained)
+            counts = [len(row.token_ids) for row in rows]  # 0: the row has ended
+            before = leads if len(leads) == len(rows) else (0,) * len(rows)
+            slowest = min([lead + count for lead, count in zip(before, counts, strict=True) if count], default=0)
+            leads = tuple([max(0, lead + count - slowest) for lead, count in zip(before, counts, strict=True)])
+            gained = slowest * self.plain_seconds - took
+        return self.entered(SHARE * took + gained)._replace(leads=leads)
+
+    def of_rows(self, before: Sequence[Hashable], rows: Sequence[Hashable]) -> Ledger:
+        """The ledger where other rows decode; identities of rows. Rows that are new are as slow as the slowest."""
+        known = dict(zip(before, self.leads, strict=False))
+        leads = [known.get(row, 0) for row in rows]
+        least = min(leads, default=0)
+        return self._replace(leads=tuple([lead - least for lead in leads]))
 
     def entered(self, seconds: float) -> Ledger:
         """The ledger after a gain, or a loss if negative. It is never overdrawn by more than `most`."""

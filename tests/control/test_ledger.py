@@ -26,9 +26,20 @@ def test_a_round_that_drafts_pays_in_the_plain_time_of_its_tokens_and_every_roun
     ledger = Ledger(0.001, plain_seconds=0.002, lookup_prices=(0.0, 0.01), layers_price=0.01)
     assert entered(ledger, None, 0.002, 1).balance == pytest.approx(0.001 + SHARE * 0.002)
     assert entered(ledger, 3, 0.005, 1).balance == pytest.approx(0.001 + SHARE * 0.005 - 0.003)
-    assert entered(ledger, LOOKUP, 0.003, 1, 4).balance == pytest.approx(0.001 + SHARE * 0.003 + 2.5 * 0.002 - 0.003)
     assert entered(ledger, 3, 0.001, 100).balance == ledger.most == pytest.approx(SHARE * SECONDS)
     assert Ledger(0.0, plain_seconds=1.0).most == pytest.approx(SHARE * ROUNDS)
+
+
+def test_of_several_rows_the_slowest_one_counts():
+    ledger = Ledger(0.0, plain_seconds=0.002, lookup_prices=(0.0, 0.01))
+    after = entered(ledger, LOOKUP, 0.003, 1, 4)
+    assert after.leads == (0, 3) and after.balance == pytest.approx(SHARE * 0.003 + 0.002 - 0.003)
+    later = entered(after, LOOKUP, 0.003, 3, 1)
+    assert later.leads == (0, 1) and later.balance - after.balance == pytest.approx(SHARE * 0.003 + 3 * 0.002 - 0.003)
+    assert entered(later, None, 0.002, 1, 1).leads == (0, 1)
+    assert entered(later, LOOKUP, 0.003, 2, 0).leads == (0, 0), "the other row has ended"
+    assert later.of_rows("ab", "bc").leads == (1, 0) and later.of_rows("ab", "b").leads == (0,)
+    assert later.of_rows("ab", "").leads == ()
 
 
 def test_an_interruption_does_not_end_drafting_for_long():

@@ -105,8 +105,8 @@ class Buffers:
 
     def __init__(self, body: CompiledBody, count: int, max_draft: int, num_rounds: int) -> None:
         self.count, self.max_draft, self.size = count, max_draft, (count, max_draft, num_rounds)
-        self._positions, self._lengths, self._last, self._capacities, self._most_forced = (
-            _ints(count) for _ in range(5)
+        self._positions, self._lengths, self._last, self._capacities, self._most_forced, self._leads = (
+            _ints(count) for _ in range(6)
         )
         # One entry per round:
         self._drafted, self._counts, self._emitted, self._matches, self._sources = (
@@ -268,6 +268,8 @@ class Buffers:
             self._prices = ledger.lookup_prices, doubles(ledger.lookup_prices)
         program.balance, program.share, program.most_balance = ledger.balance, SHARE, ledger.most
         program.overrun = OVERRUN
+        self._leads[:] = ledger.leads if len(ledger.leads) == len(self._leads) else [0] * len(self._leads)
+        program.leads = ctypes.addressof(self._leads)
         program.plain_seconds, program.layers_price = ledger.plain_seconds, ledger.layers_price
         program.prices, program.num_prices = ctypes.addressof(self._prices[1]), len(ledger.lookup_prices)
 
