@@ -18,7 +18,7 @@ DEMO := $(VENV)/bin/selfspec generate --show-drafts --compare
 .DEFAULT_GOAL := help
 CLIENTS ?=
 
-.PHONY: help venv demo test test-fast test-slow test-clients gpu lint lint-text types format bench clean
+.PHONY: help venv demo test test-fast test-slow test-clients gpu lint lint-text types format bench wheel clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -71,6 +71,12 @@ format: $(STAMP)  ## let ruff repair what it can
 
 bench: $(STAMP)  ## measure plain and self-speculative decoding beside transformers' own
 	$(VENV)/bin/python -m eval run configs/eval/quick.yaml $(BENCH_ARGS)
+
+wheel: $(STAMP)  ## build wheels that hold the compiled engine into dist/, for x86-64 and aarch64
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt ziglang hatchling
+	for machine in x86_64 aarch64; do \
+	  SELFSPEC_WHEEL=$$machine $(VENV)/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist . || exit 1; \
+	done
 
 clean:  ## remove .venv, caches and built packages; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

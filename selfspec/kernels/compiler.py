@@ -1,4 +1,7 @@
-"""Compiles the C++ code of `cpu/`, once per machine, and keeps the result in the user's cache folder."""
+"""The library of the C++ code of `cpu/`: that of the installed wheel, or compiled once per machine.
+
+What is compiled is kept in the user's cache folder.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,10 @@ from pathlib import Path
 from time import perf_counter
 
 from selfspec.errors import NoCompilerError
+from selfspec.kernels import prebuilt
+from selfspec.kernels.prebuilt import FLAGS
 
 SOURCES = Path(__file__).parent / "cpu"
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-ffp-contract=off")
 # Flags for the processor's instructions. The first combination that compiles is used.
 TRIED = (("-march=native",), ("-mcpu=native",), ())
 SECONDS = 300  # time limit of a compilation
@@ -41,17 +45,27 @@ def find_compiler() -> tuple[str, ...] | None:
 
 def version() -> str:
     """What changes with the compiled functions; empty where there is no compiler."""
+    if (file := prebuilt.find()) is not None:
+        return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
     compiler = find_compiler()
     return "" if compiler is None else _key(compiler)
 
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
-    """The library of the compiled functions of `cpu/`. It is compiled now if the cache folder does not hold it.
+    """The library of the compiled functions of `cpu/`.
+
+    It is that of the installed wheel if it has one for this processor. Else it is compiled now, unless the cache folder
+    holds it.
 
     Raises:
         NoCompilerError: there is no compiler, or the code cannot be compiled or loaded; the message says why.
     """
+    if (ready := prebuilt.find()) is not None:
+        try:
+            return ctypes.CDLL(str(ready))
+        except OSError as problem:
+            _log.warning("%s cannot be loaded (%s), so it is compiled here", ready, problem)
     compiler = find_compiler()
     if compiler is None:
         raise NoCompilerError("neither $CXX nor g++ nor clang++ was found", "run `pip install ziglang`, which is one")

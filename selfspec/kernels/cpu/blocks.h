@@ -138,20 +138,18 @@ constexpr Order UPPER_SHORTS = {{2, 3, 10, 11, 6, 7, 14, 15, 2, 3, 10, 11, 6, 7,
 constexpr Order LOWER_SHORTS = {{0, 1, 8, 9, 4, 5, 12, 13, 0, 1, 8, 9, 4, 5, 12, 13}};
 
 // Permute the bytes of every four integers.
-template <int... I>
-static inline Bytes permuted(Ints v, const Order& order, std::integer_sequence<int, I...>) {
-    const Bytes places = {int8_t(I / 16 * 16 + order.of[I % 16])...};
+template <const Order& order, int... I>
+static inline Bytes permuted(Ints v, std::integer_sequence<int, I...>) {
 #if defined(__clang__)
-    Bytes out;
-    for (int i = 0; i < LANES * 4; i++) out[i] = ((Bytes)v)[places[i]];
-    return out;
+    return __builtin_shufflevector((Bytes)v, (Bytes)v, (I / 16 * 16 + order.of[I % 16])...);
 #else
-    return __builtin_shuffle((Bytes)v, places);
+    return __builtin_shuffle((Bytes)v, Bytes{int8_t(I / 16 * 16 + order.of[I % 16])...});
 #endif
 }
 
-static inline Bytes permuted(Ints v, const Order& order) {
-    return permuted(v, order, std::make_integer_sequence<int, LANES * 4>());
+template <const Order& order>
+static inline Bytes permuted(Ints v) {
+    return permuted<order>(v, std::make_integer_sequence<int, LANES * 4>());
 }
 
 // Round x[in] to digits. shorts: also write 16-bit numbers.
@@ -180,7 +178,7 @@ static void to_digits(const float* x, int64_t in, float* out, bool shorts) {
             if constexpr (DIGITS == 1) {
                 for (int lane = 0; lane < LANES; lane++) block->bytes[word + lane / 4][0][lane % 4] = int8_t(n[lane]);
             } else if constexpr (DIGITS == 2) {
-                Bytes bytes = permuted((n + 0x80) ^ 0x80, TWO_BYTES), both = permuted(n, LOWER_SHORTS);
+                Bytes bytes = permuted<TWO_BYTES>((n + 0x80) ^ 0x80), both = permuted<LOWER_SHORTS>(n);
                 for (int lane = 0; lane < LANES; lane += 4) {
                     auto put = [lane](void* to, const Bytes& from) {
                         std::memcpy(to, reinterpret_cast<const char*>(&from) + 4 * lane, 8);
@@ -189,10 +187,10 @@ static void to_digits(const float* x, int64_t in, float* out, bool shorts) {
                     if (shorts) put(block->shorts[word + lane / 4][0], both);
                 }
             } else {
-                Bytes bytes = permuted((n + 0x808080) ^ 0x808080, BYTES);  // adding 128 to a byte makes it signed
+                Bytes bytes = permuted<BYTES>((n + 0x808080) ^ 0x808080);  // adding 128 to a byte makes it signed
                 std::memcpy(block->bytes[word], &bytes, sizeof bytes);
                 if (!shorts) continue;
-                Bytes upper = permuted(n + 0x8000, UPPER_SHORTS), lower = permuted(n, LOWER_SHORTS);
+                Bytes upper = permuted<UPPER_SHORTS>(n + 0x8000), lower = permuted<LOWER_SHORTS>(n);
                 for (int lane = 0; lane < LANES; lane += 4) {
                     std::memcpy(block->shorts[word + lane / 4][0], reinterpret_cast<const char*>(&upper) + 4 * lane, 8);
                     std::memcpy(block->shorts[word + lane / 4][1], reinterpret_cast<const char*>(&lower) + 4 * lane, 8);

@@ -171,8 +171,9 @@ static void spread(const float* queries, int n, int64_t d, float* out) {
     for (int64_t from = 0; from < d; from += LANES, out += QUAD * n * LANES)
         for (int q = 0; q < n; q++) {
             Vec one = load_rest(queries + q * d + from, d - from);
-#pragma GCC unroll 4
-            for (int j = 0; j < QUAD; j++) store(out + (j * n + q) * LANES, repeat_in_quads(one, j));
+            auto put = [&](int j, Vec v) { store(out + (j * n + q) * LANES, v); };
+            put(0, repeat_in_quads<0>(one)), put(1, repeat_in_quads<1>(one));
+            put(2, repeat_in_quads<2>(one)), put(3, repeat_in_quads<3>(one));
         }
 }
 

@@ -22,15 +22,12 @@ struct ProbeArgs {
     const float* penalty_bias;
 };
 
-template <int... I>
-static inline float total(Vec v, std::integer_sequence<int, I...>) {
-    const Ints lanes = {I...};
-#pragma GCC unroll 4
-    for (int half = LANES / 2; half; half /= 2) v += choose(v, v, lanes ^ half);
+template <int half = LANES / 2>
+static inline float total(Vec v) {
+    v += choose(v, v, [](int i) { return i ^ half; });
+    if constexpr (half > 1) return total<half / 2>(v);
     return v[0];
 }
-
-static inline float total(Vec v) { return total(v, std::make_integer_sequence<int, LANES>()); }
 
 // A token's weights times R rows of x, each into a row of `out`.
 template <int R>

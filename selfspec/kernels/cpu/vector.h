@@ -114,56 +114,52 @@ static inline float sum(Vec v) {
 
 constexpr int QUAD = 4;  // lanes that are permuted together, for any vector size
 
-// A permutation, constant at compile time, of the lanes of two vectors; the lanes of `b` are numbered after those of
-// `a`.
-static inline Vec choose(Vec a, Vec b, Ints lanes) {
+// A permutation of the lanes of two vectors; the lanes of `b` are numbered after those of `a`. of: the number of the lane
+// that goes to a lane, a function without state, since permutations must be constant where the code is compiled.
+template <class Of, int... I>
+static inline Vec choose(Vec a, Vec b, Of of, std::integer_sequence<int, I...>) {
 #if defined(__clang__)
-    Vec out;
-    for (int i = 0; i < LANES; i++) out[i] = lanes[i] < LANES ? a[lanes[i]] : b[lanes[i] - LANES];
-    return out;
+    return __builtin_shufflevector(a, b, of(I)...);
 #else
-    return __builtin_shuffle(a, b, lanes);
+    return __builtin_shuffle(a, b, Ints{of(I)...});
 #endif
 }
 
-template <int... I>
-static inline void turn_quads(Vec (&rows)[QUAD], std::integer_sequence<int, I...>) {
-    const Ints singles = {(I % 2 * LANES + I / QUAD * QUAD + I % QUAD / 2)...};  // a0 b0 a1 b1
-    const Ints pairs = {(I % QUAD / 2 * LANES + I / QUAD * QUAD + I % 2)...};    // a0 a1 b0 b1
-    Vec a = choose(rows[0], rows[1], singles), b = choose(rows[0], rows[1], singles + 2);
-    Vec c = choose(rows[2], rows[3], singles), d = choose(rows[2], rows[3], singles + 2);
-    rows[0] = choose(a, c, pairs), rows[1] = choose(a, c, pairs + 2);
-    rows[2] = choose(b, d, pairs), rows[3] = choose(b, d, pairs + 2);
+template <class Of>
+static inline Vec choose(Vec a, Vec b, Of of) {
+    return choose(a, b, of, std::make_integer_sequence<int, LANES>());
 }
 
 // Transpose rows and columns within every quad of lanes.
-static inline void turn_quads(Vec (&rows)[QUAD]) { turn_quads(rows, std::make_integer_sequence<int, LANES>()); }
-
-// Copy number `which` of every quad to all its lanes.
-template <int... I>
-static inline Vec repeat_in_quads(Vec v, int which, std::integer_sequence<int, I...>) {
-    const Ints first = {(I / QUAD * QUAD)...};
-    return choose(v, v, first + which);
+static inline void turn_quads(Vec (&rows)[QUAD]) {
+    auto singles = [](int i) { return i % 2 * LANES + i / QUAD * QUAD + i % QUAD / 2; };  // a0 b0 a1 b1
+    auto later_singles = [](int i) { return i % 2 * LANES + i / QUAD * QUAD + i % QUAD / 2 + 2; };
+    auto pairs = [](int i) { return i % QUAD / 2 * LANES + i / QUAD * QUAD + i % 2; };  // a0 a1 b0 b1
+    auto later_pairs = [](int i) { return i % QUAD / 2 * LANES + i / QUAD * QUAD + i % 2 + 2; };
+    Vec a = choose(rows[0], rows[1], singles), b = choose(rows[0], rows[1], later_singles);
+    Vec c = choose(rows[2], rows[3], singles), d = choose(rows[2], rows[3], later_singles);
+    rows[0] = choose(a, c, pairs), rows[1] = choose(a, c, later_pairs);
+    rows[2] = choose(b, d, pairs), rows[3] = choose(b, d, later_pairs);
 }
 
-static inline Vec repeat_in_quads(Vec v, int which) {
-    return repeat_in_quads(v, which, std::make_integer_sequence<int, LANES>());
+// Copy number `which` of every quad to all its lanes.
+template <int which>
+static inline Vec repeat_in_quads(Vec v) {
+    return choose(v, v, [](int i) { return i / QUAD * QUAD + which; });
 }
 
 // Sums of two neighbouring quads: those of `a`, then those of `b`.
-template <int... I>
-static inline Vec add_neighbours(Vec a, Vec b, std::integer_sequence<int, I...>) {
-    const Ints even = {(I / QUAD * 2 * QUAD + I % QUAD)...};
-    return choose(a, b, even) + choose(a, b, even + QUAD);
+static inline Vec add_neighbours(Vec a, Vec b) {
+    Vec even = choose(a, b, [](int i) { return i / QUAD * 2 * QUAD + i % QUAD; });
+    return even + choose(a, b, [](int i) { return i / QUAD * 2 * QUAD + i % QUAD + QUAD; });
 }
 
 // The sum of each row's quads, added in order.
 static inline Vec add_quads(const Vec (&rows)[LANES / QUAD]) {
-    constexpr std::make_integer_sequence<int, LANES> lanes;
     if constexpr (LANES / QUAD == 1) return rows[0];
-    if constexpr (LANES / QUAD == 2) return add_neighbours(rows[0], rows[1], lanes);
+    if constexpr (LANES / QUAD == 2) return add_neighbours(rows[0], rows[1]);
     if constexpr (LANES / QUAD == 4)
-        return add_neighbours(add_neighbours(rows[0], rows[1], lanes), add_neighbours(rows[2], rows[3], lanes), lanes);
+        return add_neighbours(add_neighbours(rows[0], rows[1]), add_neighbours(rows[2], rows[3]));
 }
 
 // e^x with a relative error of about 1e-7, 0 below -87: x = n ln 2 + r, a polynomial of r (Cephes), and n in the
