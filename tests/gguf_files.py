@@ -78,6 +78,7 @@ def write_gguf(
     writer.add_rope_freq_base(float((ropes if "rope_theta" in ropes else ropes["full_attention"])["rope_theta"]))
     if own in ("gemma2", "gemma3", "qwen3"):
         writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
     if own in ("gemma2", "gemma3"):
         writer.add_sliding_window(config.sliding_window)
     if own == "gemma2":
