@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from selfspec.kernels.layout import CONTENT, LAST, REMAINING, Layout, Norm, SamplingTensors
+from selfspec.kernels.layout import CONTENT, GIVEN, LAST, REMAINING, Layout, Norm, SamplingTensors
 
 INT32, INT64, FLOAT32 = torch.int32, torch.int64, torch.float32
 LAYER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of fused layers, which compute in float32
@@ -123,6 +123,16 @@ def check_accept(
     for name, tensor in (("starts", starts), ("counts", counts), ("remaining", remaining)):
         require.dense(name, tensor, INT32, slots)
     require.lines("eos", eos, INT64, slots, eos.shape[1])
+
+
+def check_prepare(state: Tensor, pages: Tensor, width: int) -> None:
+    """Raise ValueError for arguments that `prepare_round.prepare` does not accept."""
+    require, least = Requirements("prepare", state.device), GIVEN + width - 1
+    is_wide = state.dim() == 2 and state.shape[1] >= least
+    require.holds("state", f"[S, at least {least}]", list(state.shape), is_wide)
+    require.lines("state", state, INT64, *state.shape)
+    require.holds("pages", "[S, P]", list(pages.shape), pages.dim() == 2)
+    require.lines("pages", pages, INT32, state.shape[0], pages.shape[1])
 
 
 def check_advance(state: Tensor, num_kept: Tensor, ended: Tensor, last: Tensor) -> None:

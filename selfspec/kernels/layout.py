@@ -56,6 +56,26 @@ class Accepted(NamedTuple):
     record: Tensor  # int64 [S, 3 + 2 * most_new]: counts of drafted, accepted and kept tokens; drafted tokens; picks
 
 
+class Step(NamedTuple):
+    """One call of a round: where its tokens lie, and how it picks from their logits."""
+
+    layout: Layout
+    sampling: SamplingTensors
+
+
+class Prepared(NamedTuple):
+    """The calls of a round of S slots with W places each, in buffers of their own."""
+
+    fed: Tensor  # int64 [S * W], each slot's last token, then its given draft
+    remaining: Tensor  # int32 [S], tokens that the row may still emit
+    verify: Step  # all places, slot by slot
+    drafts: list[Step]  # one place of every slot, for each of the W places; empty unless asked for
+
+
 ENDED_BY_EOS, ENDED_BY_LENGTH = 1, 2
 
-LAST, CONTENT, REMAINING = range(3)  # columns of the rows that `advance` updates
+LAST, CONTENT, REMAINING, DRAFTS, SEED, TOP_K, TEMPERATURE, TOP_P, MIN_P = range(9)
+"""Columns of a round's rows; `advance` updates the first three. Floats are the bits of a float32."""
+MOST_EOS = 8  # tokens that end a row, in as many columns; -1 in unused ones
+EOS = 9
+GIVEN = EOS + MOST_EOS  # the first of the columns of a given draft

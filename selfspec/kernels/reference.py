@@ -7,6 +7,8 @@ every operation, as transformers' modules do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,19 +20,28 @@ from selfspec.kernels.checks import (
     check_attend,
     check_gate,
     check_pick,
+    check_prepare,
     check_rotate,
     check_scatter,
 )
 from selfspec.kernels.layout import (
     CONTENT,
+    DRAFTS,
     ENDED_BY_EOS,
     ENDED_BY_LENGTH,
+    GIVEN,
     LAST,
+    MIN_P,
     REMAINING,
+    SEED,
+    TEMPERATURE,
+    TOP_K,
     Accepted,
     Layout,
     Norm,
+    Prepared,
     SamplingTensors,
+    Step,
 )
 from selfspec.kernels.pick import Subset, best_of, num_accepted, params_of, scored, to_token_ids
 
@@ -134,6 +145,46 @@ def accept(
     results = torch.tensor(numbers, dtype=torch.int32, device=device).t().contiguous()
     accepts, keeps, ends_by = results.unbind()
     return Accepted(accepts, keeps, ends_by, torch.tensor(lasts, device=device), torch.tensor(records, device=device))
+
+
+def prepare(
+    state: Tensor, pages: Tensor, page_size: int, width: int, most_tokens: int, has_drafts: bool = False
+) -> Prepared:
+    """The reference of `selfspec.kernels.prepare_round.prepare`."""
+    check_prepare(state, pages, width)
+    slots, content, remaining = state.shape[0], state[:, CONTENT, None], state[:, REMAINING, None]
+    place = torch.arange(width, device=state.device)
+    slot = torch.arange(slots, device=state.device)[:, None]
+    drafts = torch.minimum(state[:, DRAFTS, None], remaining - 1).clamp(min=0)
+    used = (content > 0) & (place <= drafts)
+    position = torch.where(used, content - 1 + place, 0)
+    page = pages.gather(1, position // page_size).long()
+    floats = state[:, TEMPERATURE : MIN_P + 1].int().view(torch.float32)
+    kept = torch.where(used, page * page_size + position % page_size, -1)
+    fields = (  # int32, int64, and float32, `[S, W]` each
+        (torch.where(used, slot, -1).int(), state[:, TOP_K, None].int()),
+        (kept, position, content + place, state[:, SEED, None]),
+        floats[:, :, None].unbind(1),
+    )
+
+    def step(own: Tensor, fields: Sequence[Sequence[Tensor]], starts: Tensor, lengths: Tensor) -> Step:
+        count = own.shape[1]
+        (owners, top_k), (places, positions, targets, seeds), (temperature, top_p, min_p) = (
+            [one.expand(slots, count).flatten().contiguous() for one in of_dtype] for of_dtype in fields
+        )
+        counts = own.sum(1).int()
+        lengths = torch.where(own.any(1), lengths, 0).int()
+        layout = Layout(starts.int(), counts, lengths, pages, owners, places, positions, count, most_tokens)
+        return Step(layout, SamplingTensors(temperature, top_k, top_p, min_p, seeds, targets))
+
+    verify = step(used, fields, slot[:, 0] * width, (content - 1 + used.sum(1, keepdim=True))[:, 0])
+    steps = []
+    for at in range(width if has_drafts else 0):
+        own = slice(at, at + 1)
+        column = [[one if one.shape[1] == 1 else one[:, own] for one in of_dtype] for of_dtype in fields]
+        steps.append(step(used[:, own], column, slot[:, 0], content[:, 0] + at))
+    fed = torch.cat([state[:, LAST, None], state[:, GIVEN : GIVEN + width - 1]], 1).flatten()
+    return Prepared(fed, remaining[:, 0].int(), verify, steps)
 
 
 def advance(state: Tensor, num_kept: Tensor, ended: Tensor, last: Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from selfspec.kernels import reference
-from selfspec.kernels.layout import Accepted, SamplingTensors
+from selfspec.kernels.layout import Accepted, Prepared, SamplingTensors
 
 _log = logging.getLogger("selfspec")
 Pick = Callable[..., tuple[Tensor, Tensor]]
@@ -28,6 +28,7 @@ class Kernels(NamedTuple):
     scatter: Callable[..., None]
     attend: Callable[..., Tensor]
     pick: Pick
+    prepare: Callable[..., Prepared]
     accept: Callable[..., Accepted]
     advance: Callable[..., None]
     add_norm: Callable[..., tuple[Tensor, Tensor | None]]
@@ -36,8 +37,8 @@ class Kernels(NamedTuple):
 
 
 REFERENCE = Kernels(
-    "reference", reference.scatter, reference.attend, reference.pick, reference.accept, reference.advance,
-    reference.add_norm, reference.rotate, reference.gate,
+    "reference", reference.scatter, reference.attend, reference.pick, reference.prepare, reference.accept,
+    reference.advance, reference.add_norm, reference.rotate, reference.gate,
 )  # fmt: skip
 
 
@@ -80,5 +81,6 @@ def triton_kernels() -> Kernels:
     from selfspec.kernels.fused_pick import pick
     from selfspec.kernels.kv_scatter import scatter
     from selfspec.kernels.paged_attention import attend
+    from selfspec.kernels.prepare_round import prepare
 
-    return Kernels("triton", scatter, attend, pick, accept, advance, add_norm, rotate, gate)
+    return Kernels("triton", scatter, attend, pick, prepare, accept, advance, add_norm, rotate, gate)

@@ -30,7 +30,7 @@ WAITS = {  # the host needs an answer of the device, be it only the size of a re
 }  # fmt: skip
 FROM_HOST = {"lift_fresh", "pin_memory", "_pin_memory"}
 SHORT = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
-KERNELS = ("scatter", "attend", "pick", "accept", "advance", "add_norm", "rotate", "gate")
+KERNELS = ("scatter", "attend", "pick", "prepare", "accept", "advance", "add_norm", "rotate", "gate")
 ON_HOST = ("pick", "accept")  # kernels whose references read numbers on the host
 
 

@@ -37,8 +37,8 @@ def test_right_rounds_pass(family, dtype):
 @pytest.mark.parametrize(
     ("is_wrong", "problem"),
     [
-        (lambda logits, sampling: sampling.sampled, "two sampled rows"),
-        (lambda logits, sampling: not sampling.sampled, "a single row"),
+        (lambda logits, sampling: bool(sampling.temperature.any()), "two sampled rows"),
+        (lambda logits, sampling: not sampling.temperature.any(), "a single row"),
         (lambda logits, sampling: len(logits) > 2, "two sampled rows"),
     ],
 )

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
 from selfspec import SamplingParams
+from selfspec.control.ledger import Ledger
+from selfspec.control.plan import NUM_LOOKUP_BINS, NUM_MATCH_BINS, SOURCES, LookupTable, always
+from selfspec.core import LOOKUP
 from selfspec.executors.cuda import shapes
+from selfspec.executors.cuda.rounds import RecordedRounds
 from selfspec.kernels.suite import REFERENCE
 from tests.cuda.standin import with_runner
 from tests.helpers import Always, audit_cache, decode, make_prompts, request, run, tokens_of
@@ -63,12 +69,120 @@ def test_rows_near_their_ends_take_no_recordings_of_their_own():
     assert sum(any("advance" in one for one in made.kernels) for made in tape.made) == 1
 
 
-def test_a_plan_ends_where_its_recording_has_no_capacity_for_longer_rows(monkeypatch):
+def test_a_plan_goes_on_with_another_recording_where_one_has_no_capacity_for_longer_rows(monkeypatch):
     monkeypatch.setattr(shapes, "LEAST_HELD", 16)
+    monkeypatch.setattr(shapes, "HELD_FACTOR", 2)
     made, target = recorded(Always(2, 3, num_rounds=99), requests(3, ends=False), max_num_cached_tokens=256)
     first = [round_.round_index for round_ in made.rounds].index(0, 1)
-    assert 1 <= first < 10, "a plan ends before any row does"
+    assert any(row.finish_reason for round_ in made.rounds[:first] for row in round_.rows), "a plan ends with a row"
     assert len(target.split.runner.graphs) >= 3
+
+
+# ------------------------------------------------------------------------------------------------ rounds launched ahead
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Rounds launched, and those of them that were launched while another one was under way."""
+    counts, honest = Counter(), RecordedRounds.launch
+
+    def launch(self):
+        counts["all"] += 1
+        counts["ahead"] += self.num_in_flight > 0
+        honest(self)
+
+    monkeypatch.setattr(RecordedRounds, "launch", launch)
+    return counts
+
+
+@pytest.mark.parametrize("exit_layer", [None, 2])
+def test_a_lookup_table_without_a_match_does_not_stop_the_run_ahead(launches, exit_layer):
+    """The table asks for long matches, which random text does not have."""
+    bins = [0] * NUM_MATCH_BINS
+    bins[-1] = 4
+    table = LookupTable((tuple(bins * len(SOURCES)),), ((1.0,) * NUM_LOOKUP_BINS,), (0.0,))
+    made, _ = recorded(Always(exit_layer, 2, num_rounds=99, lookups=table), requests(1, ends=False))
+    assert not any(row.match_length for round_ in made.rounds for row in round_.rows)
+    assert launches["all"] == len(made.rounds) and launches["ahead"] == launches["all"] - 1
+
+
+class Looking(Always):
+    """Drafts after every match."""
+
+    def plan(self, rows):
+        return replace(super().plan(rows), lookups=always((4,) * len(rows)))
+
+
+def test_a_match_waits_for_the_round_in_flight_and_drafts_then(launches):
+    made, _ = recorded(Looking(2, 2, num_rounds=99), requests(2, ends=False))
+    drafted = Counter(round_.exit_layer for round_ in made.rounds)
+    assert drafted[LOOKUP] and drafted[2]
+    assert 0 < launches["ahead"] < launches["all"] == len(made.rounds)
+
+
+class Overdrawn(Always):
+    """A ledger that covers a few rounds by layers."""
+
+    def plan(self, rows):
+        ledger = Ledger(1e-9, 1e-9, (0.0,), 1e-10)
+        return replace(super().plan(rows), ledger=ledger)
+
+
+def test_a_plan_goes_on_with_plain_rounds_where_the_ledger_covers_no_others(launches):
+    made, _ = recorded(Overdrawn(2, 2, num_rounds=99), requests(1, ends=False))
+    kinds = [round_.exit_layer for round_ in made.rounds]
+    assert kinds[0] == 2 and kinds[-1] is None and len({round_.round_index for round_ in made.rounds}) == len(kinds)
+    assert launches["ahead"] > 0
+
+
+# ------------------------------------------------------------------------------------------------- rows of every kind
+
+
+KINDS = (
+    {}, {"temperature": 0.9}, {"temperature": 0.9, "top_p": 0.9}, {"temperature": 1.0, "top_k": 20, "min_p": 0.01},
+    {"stop_token_ids": [3]}, {"stop_token_ids": [3, 4, 5, 6, 7]},
+)  # fmt: skip
+
+
+def test_six_kinds_of_request_through_one_shape_make_one_recording():
+    target = with_runner(Target(build("llama"), backend="views"), max_rows=32)
+    for i, kind in enumerate(KINDS):
+        [prompt], params = make_prompts([5 + i]), SamplingParams(max_tokens=9, seed=i, **kind)
+        [wanted] = tokens_of(decode(tiny("llama"), [request(prompt, params)]))
+        sizes = {"max_num_cached_tokens": 64, "page_size": 16}
+        made = run(target, [request(prompt, params)], Always(2, 2, num_rounds=99), **sizes)
+        assert tokens_of(made.outputs) == [wanted]
+        del made  # its pages are lent again
+    drafting, *last = target.split.runner.graphs.capture.made  # no prompt, and a row's last token is drafted by nobody
+    assert "i64[1,20]" in drafting.kernels[-1] and len(last) < 2
+    assert all("i64[1,18]" in one.kernels[-1] for one in last)
+
+
+def test_more_ends_than_the_device_knows_are_seen_by_the_host():
+    [prompt] = make_prompts([5])
+    [whole] = tokens_of(decode(tiny("llama"), [request(prompt, SamplingParams(max_tokens=30))]))
+    ends = [token for token in range(96) if token not in whole][:9]
+    params = SamplingParams(max_tokens=30, stop_token_ids=[*ends, whole[11]])
+    [wanted] = tokens_of(decode(tiny("llama"), [request(prompt, params)]))
+    recorded(Always(2, 2, num_rounds=99), [(request(prompt, params), wanted)])
+
+
+OTHERS = ({"repetition_penalty": 1.3}, {"logprobs": 2}, {"logit_bias": {5: 2.0}}, {"presence_penalty": 0.7})
+
+
+@pytest.mark.parametrize("exit_layer", [None, LOOKUP, 2])
+def test_rows_that_no_recording_picks_for_fall_back_alone(launches, exit_layer):
+    asked = []
+    for i, own in enumerate(({}, OTHERS[0], {"temperature": 0.9}, OTHERS[1], OTHERS[2], OTHERS[3])):
+        params = SamplingParams(max_tokens=12 + i, seed=i, **own)
+        [prompt] = make_prompts([5 + i], seed=i)
+        [tokens] = tokens_of(decode(tiny("llama"), [request(prompt * 2, params)]))
+        asked.append((request(prompt * 2, params), tokens))
+    made, _ = recorded(Always(exit_layer, 2, num_rounds=6), asked)
+    both = [round_ for round_ in made.rounds if len(round_.rows) == len(asked)]
+    assert both and launches["all"] >= len(both), "the others of the batch are recorded"
+    order = [[row.sequence.request_id for row in round_.rows] for round_ in both]
+    assert all(one == order[0] for one in order)
 
 
 def test_a_row_that_ends_leaves_the_round_in_flight_to_the_others():

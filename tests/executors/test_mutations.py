@@ -220,8 +220,11 @@ def test_faults_of_the_compiled_executor_are_noticed(faulty, without_a_fault, fa
 # ---------------------------------------------------------------------------------------------------- recorded rounds
 
 
-def noise_of_the_position_before(self, fields, positions, honest=WholeRound._sampling):
-    return honest(self, fields, positions - int(self.key.width > 1))
+def noise_of_the_position_before(state, pages, page_size, width, *more, honest=REFERENCE.prepare):
+    done = honest(state, pages, page_size, width, *more)
+    sampling = done.verify.sampling
+    moved = sampling._replace(positions=sampling.positions - int(width > 1))
+    return done._replace(verify=done.verify._replace(sampling=moved))
 
 
 def temperatures_of_other_rows(self, rows, *more, honest=RoundInputs.fill):
@@ -230,11 +233,11 @@ def temperatures_of_other_rows(self, rows, *more, honest=RoundInputs.fill):
     honest(self, [row._replace(temperature=one.temperature, seed=one.seed) for row, one in pairs], *more)
 
 
-def an_exit_too_early(self, fields, live, sure, honest=WholeRound._draft):
+def an_exit_too_early(self, given, honest=WholeRound._draft):
     key = self.key
     self.key = key._replace(exit_layer=max(1, key.exit_layer - 1))
     try:
-        return honest(self, fields, live, sure)
+        return honest(self, given)
     finally:
         self.key = key
 
@@ -247,7 +250,7 @@ def one_token_too_many(fed, picks, starts, counts, *more, honest=REFERENCE.accep
 
 
 RECORDED = [
-    (WholeRound, "_sampling", noise_of_the_position_before),
+    (None, "prepare", noise_of_the_position_before),
     (RoundInputs, "fill", temperatures_of_other_rows),
     (WholeRound, "_draft", an_exit_too_early),
     (None, "accept", one_token_too_many),
@@ -261,7 +264,7 @@ RECORDED = [
 )
 def test_faults_of_recorded_rounds_are_noticed(monkeypatch, owner, name, fault):
     assert passes("cuda")
-    kernels = REFERENCE._replace(accept=fault) if owner is None else REFERENCE
+    kernels = REFERENCE._replace(**{name: fault}) if owner is None else REFERENCE
     if owner is not None:
         monkeypatch.setattr(owner, name, fault)
     made = with_runner(new_target("eager"), kernels=kernels)

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Iterator
+from dataclasses import replace
 
-from selfspec.control.plan import table_of
 from selfspec.core import Plan, RoundOutput, RowRound, Sequence, StageSeconds
 from selfspec.executors.base import Executor, RoundDraft, next_draft
 from selfspec.executors.cuda.round_inputs import RoundRow, RowResult
 from selfspec.executors.cuda.rounds import RecordedRounds
+from selfspec.kernels.layout import MOST_EOS
 
 
 class CudaExecutor(Executor):
     """Replays recorded rounds of the split model's runner.
 
-    It serves neither rows with penalties, log-probabilities or logits processors, nor plans with shadow picks,
-    divergences or second choices.
+    It serves no plans with stop rules, shadow picks, divergences or second choices. Of a batch, rows with penalties,
+    log-probabilities, grammars or logits processors are left to another executor, round by round.
 
     Args:
-        fallback: runs the rounds that cannot be recorded, because of their shape or of the model.
+        fallback: runs what cannot be recorded, because of its shape, of its rows or of the model.
     """
 
     times_stages = False
@@ -29,55 +30,73 @@ class CudaExecutor(Executor):
         self._fallback = fallback
 
     def serves(self, rows: list[Sequence], plan: Plan) -> bool:
-        """Whether the runner may record rounds of this plan; see `Executor.serves`."""
-        runner = self.split.runner
-        if runner is None or len(rows) > runner.max_rows:
+        """Whether the runner may record rounds of this plan for some of the rows; see `Executor.serves`."""
+        if self.split.runner is None or plan.min_confidence > 0 or plan.stop is not None:
             return False
         if plan.shadow is not None or plan.keep_divergence or plan.alternatives is not None:
             return False
-        if any(row.has_processors or row.grammar is not None or row.request.keep_logits for row in rows):
-            return False
-        return not any(row.request.params.penalizes or row.request.params.logprobs is not None for row in rows)
+        return any(map(_is_recorded, rows))
 
     def run(self, rows: list[Sequence], plan: Plan, deadline: float) -> Iterator[RoundOutput]:
         """Run the rounds of a plan; see `Executor.run`.
 
-        Where no round needs what the host knows of the one before, the device runs the next round while the caller
-        adds the tokens of the last one.
+        Where rows end by tokens or their length alone, the device runs a round while the caller adds the tokens of the
+        one before. A draft by lookup or by grammar waits until the round in flight has ended.
         """
-        seconds, rounds = self.new_seconds(), None
-        draft = next_draft(rows, plan)
-        if plan.num_rounds > 1 and table_of(plan) is None and all(row.stopper.ends_by_token for row in rows):
-            rounds = self._begin(rows, draft)
-        if rounds is None:
+        if plan.num_rounds == 1 or not all(_is_recorded(row) and _ends_on_device(row) for row in rows):
             yield from super().run(rows, plan, deadline)
             return
-        begin, num_left, latest = seconds.now(), min(plan.num_rounds, rounds.max_rounds) - 1, 0.0
-        ledger = plan.ledger
-        rounds.launch()
-        while rounds.num_in_flight:
-            start = seconds.now()
-            if num_left and not any(_surely_ends(row) for row in rows) and start - begin + latest < deadline:
-                rounds.launch()
-                num_left -= 1
-            outputs = [_row_round(*pair) for pair in zip(rows, rounds.take(), strict=True)]
+        seconds, num_left, latest = self.new_seconds(), plan.num_rounds, 0.0
+        begin, flight = seconds.now(), None
+        while True:
+            start, num_begun = seconds.now(), flight.rounds.num_in_flight if flight else 0
+            is_late = num_left < plan.num_rounds and start - begin + latest >= deadline
+            goes_on = num_left > 0 and not is_late and not any(_ends(row, num_begun) for row in rows)
+            draft = next_draft(rows, plan) if goes_on else None
+            if flight is None:
+                if draft is None:
+                    return
+                rounds = self._begin(rows, draft) if draft.given is None else None
+                if rounds is None:
+                    num_left -= 1
+                    made = self.round(rows, draft)
+                else:
+                    seconds.lap("control")  # recording them may have taken long
+                    flight = _Flight(rounds, draft)
+                    num_left -= flight.launch()
+                    if num_left and not is_late and not any(_ends(row, 1) for row in rows):
+                        num_left -= flight.launch()
+            elif draft is not None and flight.drafts_like(draft):
+                num_left -= flight.launch()
+            if flight is not None:
+                outputs = [_row_round(*pair) for pair in zip(rows, flight.rounds.take(), strict=True)]
+                seconds.lap("verify")
+                made = _output(flight.draft, outputs, seconds)
+                flight = flight if flight.rounds.num_in_flight else None
             latest = seconds.now() - start
-            seconds.lap("verify")
-            yield (made := _output(draft, outputs, seconds))
+            yield made
             if all(row.is_finished for row in rows):
                 return
-            ledger = ledger.after(made) if ledger is not None and self.split.ranks is None else None
-            if ledger is not None and made.exit_layer is not None and not ledger.covers_layers:
-                num_left = 0
+            if plan.ledger is not None and self.split.ranks is None:  # else ranks, whose clocks differ, would part
+                plan = replace(plan, ledger=plan.ledger.after(made))
             seconds = self.new_seconds()
 
     def round(self, rows: list[Sequence], draft: RoundDraft) -> RoundOutput:
-        """Run one round from a recording, or by the fallback; see `Executor.round`."""
-        seconds, rounds = self.new_seconds(), self._begin(rows, draft)
+        """Run one round, of the rows that can be recorded from a recording; see `Executor.round`."""
+        seconds = self.new_seconds()
+        own = [at for at, row in enumerate(rows) if _is_recorded(row)]
+        others = [at for at, row in enumerate(rows) if not _is_recorded(row)]
+        mine, theirs = (([rows[at] for at in some], _part(draft, some)) for some in (own, others))
+        rounds = self._begin(*mine) if own else None
         if rounds is None:
             return self._fallback.round(rows, draft)
+        seconds.lap("control")
         rounds.launch()
-        outputs = [_row_round(*pair) for pair in zip(rows, rounds.take(), strict=True)]
+        rest = self._fallback.round(*theirs).rows if others else []  # it launches while the device runs the others
+        done = [_row_round(*pair) for pair in zip(mine[0], rounds.take(), strict=True)]
+        outputs = [
+            one for _, one in sorted(zip([*own, *others], [*done, *rest], strict=True), key=lambda pair: pair[0])
+        ]
         draft.add_matches(outputs)
         seconds.lap("verify")
         return _output(draft, outputs, seconds)
@@ -91,9 +110,48 @@ class CudaExecutor(Executor):
         return runner.begin(self.cache, round_rows, plan, draft.longest)
 
 
-def _surely_ends(row: Sequence) -> bool:
-    """Whether the row has ended, or ends with the round in flight, which emits at least one token."""
-    return row.is_finished or row.num_remaining <= 1
+class _Flight:
+    """Rounds of one kind, of which up to two are under way."""
+
+    def __init__(self, rounds: RecordedRounds, draft: RoundDraft) -> None:
+        self.rounds, self.draft, self.num_left = rounds, draft, rounds.max_rounds
+
+    def launch(self) -> int:
+        """Launch a round where the recording has capacity for it; the number of rounds launched."""
+        if self.num_left < 1:
+            return 0
+        self.rounds.launch()
+        self.num_left -= 1
+        return 1
+
+    def drafts_like(self, draft: RoundDraft) -> bool:
+        """Whether a round that drafts so is one of these."""
+        return draft.given is None and draft.plan.exit_layer == self.draft.plan.exit_layer
+
+
+def _is_recorded(row: Sequence) -> bool:
+    """Whether a recording can pick for the row."""
+    params, has_mask = row.request.params, row.grammar is not None
+    return not (params.penalizes or params.logprobs is not None or has_mask or row.has_processors) and not (
+        row.request.keep_logits
+    )
+
+
+def _ends_on_device(row: Sequence) -> bool:
+    """Whether the device knows all that may end the row."""
+    return row.stopper.ends_by_token and len(row.stopper.ends) <= MOST_EOS
+
+
+def _ends(row: Sequence, num_in_flight: int) -> bool:
+    """Whether the row has ended, or surely ends with the rounds in flight, each of which emits at least one token."""
+    return row.is_finished or row.num_remaining <= num_in_flight
+
+
+def _part(draft: RoundDraft, some: abc.Sequence[int]) -> RoundDraft:
+    """What a draft says of some of the rows."""
+    lengths = tuple([draft.plan.draft_lengths[at] for at in some])
+    given = None if draft.given is None else [draft.given[at] for at in some]
+    return draft._replace(plan=replace(draft.plan, draft_lengths=lengths), given=given)
 
 
 def _output(draft: RoundDraft, outputs: list[RowRound], seconds: StageSeconds) -> RoundOutput:

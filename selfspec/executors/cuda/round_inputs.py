@@ -9,13 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selfspec.control.plan import NUM_BINS, SurvivalStop
 from selfspec.executors.cuda.static_rows import fill_pages, upload
+from selfspec.kernels.layout import GIVEN, MOST_EOS
 from selfspec.model.draft_vocabulary import HeldSubset
 from selfspec.model.kv_cache import PagedCache
 
-FIELDS = ("last", "content", "remaining", "drafts", "seed", "top_k", "temperature", "top_p", "min_p")
-"""Columns of the uploaded rows. The first ones are those of `kernels.layout.LAST`, `CONTENT` and `REMAINING`."""
 MAX_IN_FLIGHT = 2  # rounds: the host reads the record of one while the device runs the next
 
 
@@ -26,7 +24,7 @@ class RoundRow(NamedTuple):
     content: int  # number of tokens that it holds; the last one has no keys and values yet
     last: int  # its last token
     remaining: int  # tokens that it may still emit
-    eos: Sequence[int]  # tokens that end it
+    eos: Sequence[int]  # tokens that end it; the device knows the first `MOST_EOS` of them
     drafts: int  # maximum number of tokens to draft, or the number of given ones; below `remaining` on the device
     given: Sequence[int]  # drafted tokens, if no layer drafts
     temperature: float
@@ -37,16 +35,12 @@ class RoundRow(NamedTuple):
 
 
 class RoundKey(NamedTuple):
-    """What determines the operations and sizes of a recorded round."""
+    """What determines the operations and sizes of a recorded round; nothing in it but lengths depends on requests."""
 
     exit_layer: int  # number of layers that draft; 0: drafts are given, or there are none
     width: int  # places per row: maximum drafted tokens + 1
     slots: int  # maximum rows
     most_tokens: int  # maximum tokens held per row
-    most_eos: int  # maximum number of tokens that end a row
-    sampled: bool  # whether a row has a temperature above 0
-    filtered: bool  # whether a row has top_k, top_p or min_p
-    stop: str  # the stop rule: "none", "confidence", "survival"
     vocab: int = 0  # size of the part of the vocabulary that is drafted over; 0: all of it
 
 
@@ -74,35 +68,31 @@ class RoundInputs:
     def __init__(self, key: RoundKey, cache: PagedCache, device: torch.device, part: HeldSubset | None = None) -> None:
         self.key, self.part, self.records = key, part, HostRecords()
         self._tables: Sequence[Sequence[int]] = ()
-        columns = len(FIELDS) + key.most_eos + key.width
-        self.rows = torch.zeros((key.slots, columns), dtype=torch.int64, device=device)
-        self.stops = torch.zeros(2 + NUM_BINS, dtype=torch.float64, device=device)
+        self.rows = torch.zeros((key.slots, GIVEN + key.width), dtype=torch.int64, device=device)
         self.pages = torch.zeros((key.slots, cache.pages_for(key.most_tokens)), dtype=torch.int32, device=device)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of device memory of the buffers."""
-        return sum(one.nbytes for one in (self.rows, self.stops, self.pages))
+        return sum(one.nbytes for one in (self.rows, self.pages))
 
     @property
     def shared(self) -> tuple[HeldSubset, ...]:
         """Buffers that other recordings read, too."""
         return () if self.part is None else (self.part,)
 
-    def fill(self, rows: Sequence[RoundRow], min_confidence: float, stop: SurvivalStop | None) -> None:
+    def fill(self, rows: Sequence[RoundRow]) -> None:
         """Write a round into the buffers. Unused slots become empty."""
         key, lines = self.key, []
         numbers = [[row.temperature, row.top_p, row.min_p] for row in rows]
         floats = np.array(numbers, np.float32).view(np.int32).tolist()
         for row, (temperature, top_p, min_p) in zip(rows, floats, strict=True):
-            ids = [*row.eos, *[-1] * (key.most_eos - len(row.eos))]
+            ids = [*row.eos[:MOST_EOS], *[-1] * (MOST_EOS - len(row.eos))]
             given = [*row.given, *[0] * (key.width - len(row.given))]
             one = [row.last, row.content, row.remaining, row.drafts, row.seed, row.top_k, temperature, top_p, min_p]
             lines.append([*one, *ids, *given])
         empty = [0] * self.rows.shape[1]
         upload(self.rows, lines + [empty] * (key.slots - len(rows)))
-        if key.stop != "none":
-            upload(self.stops, [min_confidence, *((stop.least, *stop.calibration) if stop else [0.0] * (NUM_BINS + 1))])
         fill_pages(self.pages, self, [row.pages for row in rows])
 
 

@@ -35,7 +35,7 @@ from selfspec.model.self_check import TOLERANCE, split_error
 T = TypeVar("T")
 _log = logging.getLogger("selfspec")
 MAX_WIDTH = 16  # tokens per row of a whole round: the last one and the drafted ones
-MAX_ROWS = 32  # rows of a whole round
+MAX_ROWS = 32  # rows of a whole round that drafts; others have up to `SLOTS[-1]`
 MAX_PLACES = 256  # tokens of a whole round, which computes all of them, used or not
 BUDGET = 2 << 30  # bytes of device memory for recordings
 
@@ -85,7 +85,7 @@ class Runner:
         kernels: scatter keys and values, attend, pick and accept.
         capture: records bodies.
         budget: bytes of device memory for all recordings.
-        max_rows: maximum rows of a whole round. For larger batches, segments of layers are recorded.
+        max_rows: maximum rows of a whole round that drafts; 0: segments of layers are recorded, and no rounds.
         shares: another runner, whose recordings are within the same budget.
     """
 
@@ -154,6 +154,8 @@ class Runner:
         storage = self.storages.of(rows.cache)
         if storage is None or self.refused is not None or not torch.is_inference_mode_enabled():
             return None
+        if "prompts" in rows.plans:  # read once, and recording takes as long as several passes
+            return None
         shape = shape_of(rows.spans, storage.cache.capacity)
         if shape is None:
             return None
@@ -194,8 +196,8 @@ class Runner:
         Drafts that are longer than `limits` allows are cut.
 
         Args:
-            plan: which layers draft (0 or None: all layers verify the rows' given drafts, which may be empty), and when
-                drafts stop. Its draft lengths are not read.
+            plan: which layers draft (0 or None: all layers verify the rows' given drafts, which may be empty). Its
+                draft lengths and stop rules are not read.
             longest: maximum number of drafted tokens of a row in these and later rounds, which then share a recording.
         """
         storage = self.storages.of(cache)
@@ -220,7 +222,7 @@ class Runner:
                 return None
             longest = key.width - 1
             rows = [row._replace(drafts=min(row.drafts, longest), given=row.given[:longest]) for row in rows]
-            made.inputs.fill(rows, plan.min_confidence, plan.stop)
+            made.inputs.fill(rows)
         left = key.most_tokens - max(row.content for row in rows)
         fitting = UNBOUNDED_ROUNDS if key.most_tokens == storage.cache.capacity else left // key.width
         return RecordedRounds(made, self._lock, len(rows), plan.reads_confidence, max(1, fitting))
@@ -256,22 +258,18 @@ class Runner:
     def _round_key(self, rows: Sequence[RoundRow], capacity: int, plan: Plan, longest: int) -> RoundKey | None:
         exit_layer, drafts = plan.exit_layer or 0, max(row.drafts for row in rows)
         slots = round_up(len(rows), SLOTS)
-        if slots is None or len(rows) > self.max_rows:
+        if slots is None or not self.max_rows:
             return None
-        longest = min(max(longest, drafts), self.limits.draft_length(len(rows)))
+        longest = min(max(longest, drafts), max(0, self.limits.draft_length(len(rows))))
         if longest <= 0:
             exit_layer = longest = 0
+        elif len(rows) > self.max_rows:
+            return None
         # A place more costs little in verification, but a draft step reads the early layers.
         width = longest + 1 if exit_layer else round_up(longest + 1, NEW)
         assert width is not None
-        most_eos = 1 << max(0, max(len(row.eos) for row in rows) - 1).bit_length()
-        hot = [row for row in rows if row.temperature > 0]
-        filtered = any(row.top_k or row.top_p < 1 or row.min_p for row in hot)
         most_tokens = token_capacity(max(row.content for row in rows) + width - 1, capacity)
-        stop = "none"
-        if exit_layer:
-            stop = "survival" if plan.stop is not None else "confidence" if plan.min_confidence > 0 else "none"
-        return RoundKey(exit_layer, width, slots, most_tokens, most_eos, bool(hot), filtered, stop)
+        return RoundKey(exit_layer, width, slots, most_tokens)
 
     def _recorded(self, key: Any, prepare: Callable[[], tuple[Any, Any]]) -> Recorded[Any] | None:
         """The recording of a key. It is made if there is none; None if that fails.

@@ -13,9 +13,9 @@ from typing import NamedTuple
 from selfspec.model.kv_cache import Span
 
 TOKENS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-SLOTS = (1, 2, 4, 8, 16, 32, 64, 128)
+SLOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 NEW = (1, 2, 4, 8, 16)
-LEAST_HELD = 2048  # smallest capacity per row in tokens; larger ones are powers of two. Unused capacity costs little
+LEAST_HELD, HELD_FACTOR = 4096, 4  # smallest capacity per row in tokens; each larger one over the one before
 
 
 class Shape(NamedTuple):
@@ -35,7 +35,10 @@ def round_up(value: int, steps: Sequence[int]) -> int | None:
 
 def token_capacity(most_tokens: int, limit: int) -> int:
     """The capacity per row in tokens, for rows of at most `most_tokens` in a cache that holds `limit` tokens in all."""
-    return min(limit, max(LEAST_HELD, 1 << (most_tokens - 1).bit_length()))
+    capacity = LEAST_HELD
+    while capacity < most_tokens:
+        capacity *= HELD_FACTOR
+    return min(limit, capacity)
 
 
 def shape_of(spans: Sequence[Span], limit: int) -> Shape | None:
