@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from selfspec.kernels import fused_accept, fused_layer, fused_pick, kv_scatter, paged_attention
+from selfspec.kernels import fused_accept, fused_layer, fused_pick, kv_scatter, paged_attention, prepare_round
 from selfspec.kernels.layout import Norm
 from tests.kernels import samples
 
@@ -146,6 +146,10 @@ def calls() -> dict[str, Callable[[], Any]]:
         small = torch.zeros(32, dtype=torch.int32)
         fused_accept.advance(torch.zeros(32, 15, dtype=torch.int64), small, small, small.long())
 
+    def prepare(slots: int, width: int, has_drafts: bool) -> Callable[[], Any]:
+        state, pages = torch.zeros(slots, 17 + width, dtype=torch.int64), torch.zeros(slots, 64, dtype=torch.int32)
+        return lambda: prepare_round.prepare(state, pages, 64, width, 4096, has_drafts)
+
     def norm(size: int, offset: float = 0.0) -> Norm:
         return Norm(torch.zeros(size, dtype=torch.bfloat16), 1e-6, offset)
 
@@ -197,6 +201,8 @@ def calls() -> dict[str, Callable[[], Any]]:
         "pick, filtered, 128256 tokens": pick((0.8, 50, 0.9, 0.0)),
         "accept, 8 places": accept,
         "advance, 32 rows": advance,
+        "prepare, 256 rows": prepare(256, 1, False),
+        "prepare, 32 rows of 8 places, drafts": prepare(32, 8, True),
         "pick, filtered, 16032 of the tokens": pick_part,
     }
 

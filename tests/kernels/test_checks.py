@@ -50,6 +50,13 @@ def calls():
         "scatter": {**key, "slots": paged.layout.slots},
         "attend": {**attend, "sinks": torch.zeros(4)},
         "pick": {"logits": torch.randn(2, 33), "sampling": sampling},
+        "prepare": {
+            "state": torch.zeros(2, 20, dtype=torch.int64),
+            "pages": torch.zeros(2, 3).int(),
+            "page_size": 4,
+            "width": 3,
+            "most_tokens": 12,
+        },
         "accept": accept,
         "advance": {
             "state": torch.zeros(2, 5, dtype=torch.int64),

@@ -28,7 +28,7 @@ def test_every_kernel_compiles_for_hopper_without_spilling(tmp_path):
     assert told.returncode == 0, told.stderr[-2000:]
     made = json.loads(told.stdout)
     kernels = {"_scatter", "_split", "_combine", "_bound", "_pick_of_block", "_pick_of_row", "_accept", "_advance"}
-    kernels |= {"_add_norm", "_rotate", "_gate"}
+    kernels |= {"_add_norm", "_rotate", "_gate", "_prepare"}
     assert {one["kernel"] for one in made} == kernels
     for one in made:
         assert 0 < one["registers"] <= 255, one

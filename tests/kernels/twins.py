@@ -54,6 +54,7 @@ def check_kernels(
         yield from check_prompts(place, dtype, seed, most)
         yield from check_layers(place, dtype, heads[0], seed, most)
     yield from check_pick(place, seed, most)
+    yield from check_prepare(place, seed)
     yield from check_accept(place, seed)
     yield from check_advance(place, seed)
 
@@ -174,6 +175,33 @@ def _regret(logits: Tensor, sampling: SamplingTensors, got: Tensor, wanted: Tens
     scores = scaled + torch.where(sampling.temperature[:, None] > 0, noise, 0)
     lost = scores.gather(1, wanted[:, None]) - scores.gather(1, got[:, None])
     return float(lost.abs().max())
+
+
+def check_prepare(device: torch.device, seed: int = 0) -> Iterator[Case]:
+    """Every tensor of the calls of a round, with and without draft steps, for numbers of slots of any kind."""
+    from selfspec.kernels.layout import GIVEN
+    from selfspec.kernels.prepare_round import prepare
+
+    rng = torch.Generator().manual_seed(seed)
+    for slots, width in ((1, 1), (1, 5), (6, 3), (32, 8)):
+        state = torch.randint(0, 9, (slots, GIVEN + width), generator=rng)
+        state[:, 1] = torch.randint(0, 40, (slots,), generator=rng)
+        state[:, 2] = torch.randint(1, 12, (slots,), generator=rng)
+        state[:, 3] = torch.randint(0, width, (slots,), generator=rng)
+        state[:, 6:9] = torch.rand(slots, 3, generator=rng).view(torch.int32).long()
+        pages = torch.randint(0, 99, (slots, 16), generator=rng).int()
+        for has_drafts in (False, True):
+            given = state.to(device), pages.to(device), 4, width, 64, has_drafts
+            found = [tensors_of(one(*given)) for one in (prepare, reference.prepare)]
+            wrong = sum(int((a != b).sum()) for a, b in zip(*found, strict=True))
+            yield Case("prepare", f"{slots} rows of {width}", float(wrong), 0.0)
+
+
+def tensors_of(value: object) -> list[torch.Tensor]:
+    """The tensors in nested tuples and lists."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [one for part in value for one in tensors_of(part)] if isinstance(value, (tuple, list)) else []
 
 
 def check_accept(device: torch.device, seed: int = 0) -> Iterator[Case]:
