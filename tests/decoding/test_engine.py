@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
+import threading
 import weakref
 from contextlib import suppress
 
@@ -294,6 +296,37 @@ def test_an_abort_that_came_too_late_leaves_a_later_request_of_the_same_name_alo
         while engine.has_unfinished_requests():
             outputs += engine.step()
         assert [one.outputs[0].finish_reason for one in outputs if one.finished] == ["length"]
+
+
+def test_an_abort_from_another_thread_is_never_lost(target):
+    """It comes at each of the calls by which the engine drops other requests; the next step ends it at the latest."""
+    at, is_left = 0, False
+    while not is_left:  # until there are not so many calls
+        at, is_left = at + 1, True
+        run, calls = run_of(target, make_prompts([5, 6, 7, 8]), 400, max_num_seqs=2), itertools.count(1)
+
+        def look(frame, event, argument, run=run, calls=calls, at=at):
+            nonlocal is_left
+            if event == "call" and frame.f_code.co_filename.endswith("decoding/engine.py") and next(calls) == at:
+                is_left = False
+                for request_id in ("1", "3"):  # one of them runs, the other waits
+                    other = threading.Thread(target=run.engine.abort, args=(request_id,))
+                    other.start()
+                    other.join()
+
+        run.step()
+        run.engine.abort("0")
+        run.engine.abort("2")
+        sys.setprofile(look)
+        try:
+            run.engine._drop_finished()
+        finally:
+            sys.setprofile(None)
+        for _ in range(2 if not is_left else 0):
+            run.step()
+        has_unfinished = run.engine.has_unfinished_requests()
+        assert is_left or not has_unfinished
+    assert at > 3
 
 
 class Interrupt:
