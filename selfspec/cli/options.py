@@ -59,6 +59,15 @@ Replicas = Annotated[
         help="So many processes on Ray, with a GPU each where there are GPUs. Needs the extra 'ray'.", min=1, max=1024
     ),
 ]
+MaxReplicas = Annotated[
+    int | None,
+    Option(
+        help="With --replicas: start further ones, up to so many, while more requests are open than have places. "
+        "Default: none.",
+        min=1,
+        max=1024,
+    ),
+]
 
 # Fields without an option: those that only a program can give, and those that commands give by options of their own.
 NO_OPTION = {

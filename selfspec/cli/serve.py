@@ -17,6 +17,7 @@ from selfspec.cli.failure import RUN, Failure
 from selfspec.cli.options import (
     DEFAULT_HELP,
     Learn,
+    MaxReplicas,
     ModelOptions,
     Quiet,
     Replicas,
@@ -49,6 +50,7 @@ def serve(
     config: ServerConfig,
     served_model_name: ServedModelName = None,
     replicas: Replicas = None,
+    max_replicas: MaxReplicas = None,
     quiet: Quiet = False,
 ) -> None:
     """Load the model and serve it."""
@@ -58,13 +60,15 @@ def serve(
         model = chosen(model, status)
     name, *aliases = served_model_name or [model]
     config = replace(config, model=name, aliases=aliases, max_num_seqs=size, access_log=config.access_log and not quiet)
+    if max_replicas is not None and max_replicas < (replicas or 1024):
+        raise Failure(f"--max-replicas must be at least --replicas, got {max_replicas} and {replicas or 'none'}")
     if replicas is not None:
         if learn is not None or config.log_prompts:
             name = "--learn" if learn is not None else "--log-prompts"
             raise Failure(f"{name} is for a single process; leave it or --replicas out")
         check_replicas(options)
         make_llm = partial(open_llm, model, options, speculative, max_num_seqs=size)
-        _serve_replicas(make_llm, config, replicas, host, port, options.device, quiet)
+        _serve_replicas(make_llm, config, (replicas, max_replicas), host, port, options.device, quiet)
         return
     with StatusConsole(quiet) as status:
         with status.waiting("importing torch and transformers"):
@@ -97,7 +101,7 @@ def check_replicas(options: ModelOptions) -> None:
 def _serve_replicas(
     make_llm: Callable[[], LLM],
     config: ServerConfig,
-    num_replicas: int,
+    number: tuple[int, int | None],
     host: str,
     port: int,
     device: str | None,
@@ -109,9 +113,10 @@ def _serve_replicas(
             from selfspec.serving.replicas import replicated
 
         with as_sentences(), ExitStack() as running:
-            with status.waiting(f"starting {num_replicas} replicas of {config.model}"):
-                url = running.enter_context(replicated(make_llm, config, num_replicas, host, port, device=device))
-            status.say(f"serving {config.model} by {num_replicas} replicas at {url}")
+            least, most = number
+            with status.waiting(f"starting {least} replicas of {config.model}"):
+                url = running.enter_context(replicated(make_llm, config, least, host, port, device, most))
+            status.say(f"serving {config.model} by {least} replicas at {url}")
             if _wait_for_signal() == signal.SIGINT:
                 raise KeyboardInterrupt
 

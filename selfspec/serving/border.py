@@ -19,6 +19,7 @@ from selfspec.serving.refusal import ANTHROPIC, Refusal
 
 _access = logging.getLogger("selfspec.serving.access")
 OPEN = ("/health", "/metrics", "/version", "/ping")  # which need no key
+COUNTED = "selfspec.counted"  # in a scope: another process counts this answer
 OF_V1 = ("chat", "completions", "messages", "models", "responses")  # first parts of paths behind /v1
 REQUEST_ID = "x-request-id"
 GONE = 499  # the status of requests whose clients left before an answer began
@@ -63,7 +64,8 @@ class Border:
     def _told(self, scope: Scope, status: int, seconds: float, request_id: str) -> None:
         """Count an answer, and write a line of it."""
         handler = getattr(scope.get("route"), "path", "none")  # not the path: anybody can make paths up
-        self._metrics.answered(scope["method"], handler, status, seconds)
+        if COUNTED not in scope:
+            self._metrics.answered(scope["method"], handler, status, seconds)
         if self._config.access_log and scope["path"] not in OPEN:
             where, own = scope.get("client") or ("-",), (scope["method"], scope["path"], status)
             _access.info("%s %s %s %d %.3fs %s", where[0], *own, seconds, request_id)

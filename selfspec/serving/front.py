@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import httpx
 import uvicorn
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from selfspec.serving.bodies import Json, event
-from selfspec.serving.border import Border
+from selfspec.serving.border import COUNTED, Border
 from selfspec.serving.config import ServerConfig
-from selfspec.serving.metrics import Metrics
+from selfspec.serving.metrics import Metrics, joined
 from selfspec.serving.refusal import Refusal
 
 REPLICA_ID = "x-replica-id"  # header of answers; what has none is no replica's answer
@@ -35,15 +37,20 @@ class Front:
 
     Args:
         upstream: the address of Ray Serve's proxy.
+        metrics: what /metrics tells.
     """
 
-    def __init__(self, upstream: str, config: ServerConfig) -> None:
-        self._config = config
+    def __init__(self, upstream: str, config: ServerConfig, metrics: Callable[[], bytes]) -> None:
+        self._config, self._metrics = config, metrics
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._client = httpx.AsyncClient(base_url=upstream, timeout=None, limits=limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
+            return
+        if scope["path"] == "/metrics":
+            text = await asyncio.to_thread(self._metrics)
+            await Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)(scope, receive, send)
             return
         body = await self._body(receive)
         if body is None:
@@ -96,6 +103,7 @@ class Front:
         try:
             if response.status_code >= 500 and REPLICA_ID not in response.headers:
                 return False
+            scope[COUNTED] = True
             start: Message = {"type": "http.response.start", "status": response.status_code}
             start["headers"] = [one for one in response.headers.raw if one[0].decode().lower() not in NOT_PASSED]
             if not response.headers.get("content-type", "").startswith("text/event-stream"):
@@ -140,12 +148,20 @@ async def _left(receive: Receive) -> None:
 
 
 @contextmanager
-def fronted(upstream: str, config: ServerConfig, sockets: list[Any]) -> Iterator[None]:
-    """A front that serves in a thread while the block runs; at its end, what it has begun is answered first."""
+def fronted(
+    upstream: str, config: ServerConfig, sockets: list[Any], told: Callable[[], dict[str, bytes]] = dict
+) -> Iterator[None]:
+    """A front that serves in a thread while the block runs; at its end, what it has begun is answered first.
+
+    Args:
+        told: what the /metrics of each replica tells.
+    """
     options: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "lifespan": "off"}
     options["timeout_graceful_shutdown"] = int(config.request_timeout)
     unlimited = replace(config, max_body_bytes=1 << 60)  # the front has the limit
-    app = Border(Front(upstream, config), unlimited, Metrics(config.model))
+    metrics = Metrics(config.model)
+    front = Front(upstream, config, lambda: joined(metrics.text(), told()))
+    app = Border(front, unlimited, metrics)
     server = uvicorn.Server(uvicorn.Config(app, **options))
     thread = threading.Thread(target=server.run, args=(sockets,), name="selfspec-front", daemon=True)
     thread.start()

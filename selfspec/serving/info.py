@@ -5,6 +5,7 @@ from __future__ import annotations
 from time import time
 from typing import Any
 
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.responses import Response
 
 import selfspec
@@ -51,7 +52,7 @@ class Info:
 
     async def metrics(self) -> Response:
         """`/metrics`, in Prometheus' text format."""
-        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def version(self) -> Response:
         """`/version`, as vLLM has it."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from selfspec.core import LOOKUP, RoundOutput
 from selfspec.serving.calls import Call, Choice
@@ -15,6 +17,7 @@ from selfspec.serving.refusal import Refusal
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+HTTP = "http_"  # how names of figures of answers begin
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 
 
@@ -182,3 +185,32 @@ class Metrics:
     def fail(self, refusal: Refusal) -> None:
         """Count a call that ended with an error."""
         self._errors(refusal.status).inc()
+
+
+def joined(own: bytes, told: Mapping[str, bytes]) -> bytes:
+    """What /metrics tells of several replicas, each with the label `replica`.
+
+    Args:
+        own: what their address tells, of which answers are taken that no replica gave.
+        told: by replica.
+    """
+    registry, families = CollectorRegistry(), dict[str, Metric]()
+    for name, text in {"": own, **told}.items():
+        for family in text_string_to_metric_families(text.decode()):
+            if not name and not family.name.startswith(HTTP):
+                continue
+            known = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            more = {"replica": name} if name else {}
+            known.samples += [one._replace(labels=one.labels | more) for one in family.samples]
+    registry.register(_Families(families.values()))
+    return generate_latest(registry)
+
+
+class _Families(Collector):
+    """Collected before."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families

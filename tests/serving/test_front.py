@@ -11,6 +11,7 @@ import pytest
 
 from selfspec.serving import front
 from selfspec.serving.config import ServerConfig
+from selfspec.serving.metrics import Metrics
 from selfspec.serving.run import bound
 from tests.serving.server import PATIENCE
 
@@ -32,7 +33,7 @@ HALF = answer(200, b'{"te', *JSON, length=13)
 
 
 @contextmanager
-def asked(path, *answers, **config):
+def asked(path, *answers, metrics=dict, **config):
     """A client of a front whose upstream gives these answers, one a connection; and what was asked of the upstream."""
     seen, upstream = [], socket.create_server(("127.0.0.1", 0))
 
@@ -54,7 +55,7 @@ def asked(path, *answers, **config):
     with bound("127.0.0.1", 0) as at:
         url = f"http://127.0.0.1:{at.getsockname()[1]}"
         inner = f"http://127.0.0.1:{upstream.getsockname()[1]}"
-        with front.fronted(inner, ServerConfig(**config), [at]), httpx.Client(timeout=PATIENCE) as client:
+        with front.fronted(inner, ServerConfig(**config), [at], metrics), httpx.Client(timeout=PATIENCE) as client:
             for _ in range(200):
                 try:
                     told = client.post(url + path, content=BODY, headers={"x-session-id": "s"})
@@ -102,6 +103,15 @@ def test_where_no_replica_answers_it_says_when_to_come_back(path):
         assert "no replica answers" in told.json()["error"]["message"]
 
 
+def test_answers_are_counted_by_those_that_give_them(monkeypatch):
+    counted = []
+    monkeypatch.setattr(Metrics, "answered", lambda self, method, handler, status, seconds: counted.append(status))
+    for answers in ([OK], [LOST] * front.TRIES):
+        with asked("/v1/completions", *answers):
+            pass
+    assert counted == [503]
+
+
 def test_a_replicas_own_errors_are_passed_on():
     own = answer(500, b'{"error":{}}', *JSON)
     with asked("/v1/completions", own) as (told, seen):
@@ -113,3 +123,21 @@ def test_a_large_body_and_a_wrong_key_go_no_further():
         assert told.status_code == 413 and not seen
     with asked("/v1/completions", api_key="k") as (told, seen):
         assert told.status_code == 401 and not seen
+
+
+def test_metrics_are_those_of_every_replica():
+    def told():
+        made = {name: Metrics("m") for name in ("a", "b")}
+        for number, one in enumerate(made.values(), 1):
+            one.reject("queue_full")
+            one.answered("POST", "/v1/completions", 200, float(number))
+        return {name: one.text() for name, one in made.items()}
+
+    with asked("/metrics", metrics=told) as (answer, seen):
+        text = answer.text
+    assert answer.status_code == 200 and not seen and answer.headers["content-type"].startswith("text/plain")
+    for name in "ab":
+        assert f'vllm:admission_rejections_total{{model_name="m",reason="queue_full",replica="{name}"}} 1.0' in text
+    assert text.count("# TYPE vllm:admission_rejections_total counter") == 1
+    assert text.count('http_requests_total{handler="/v1/completions",method="POST",replica="') == 2
+    assert text.count("vllm:num_requests_running{") == 2

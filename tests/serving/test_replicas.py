@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Barrier
 
@@ -16,6 +18,8 @@ import openai
 import pytest
 
 from selfspec import SamplingParams
+from selfspec.serving.config import ServerConfig
+from selfspec.serving.replicas import options_of
 from tests import cli_fixtures
 from tests.cli_fixtures import assert_refused
 from tests.serving import replica
@@ -36,7 +40,6 @@ def marks(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url(local_ray, marks):
-    from selfspec.serving.config import ServerConfig
     from selfspec.serving.replicas import replicated
 
     config = ServerConfig(model=MODEL, max_num_seqs=16, request_timeout=60.0)
@@ -103,6 +106,22 @@ def test_options_that_several_processes_cannot_share_are_refused(run, tmp_path):
     for options in (("--learn", tmp_path), ("--device", "cuda:1"), ("--log-prompts",)):
         assert_refused(run("serve", "demo", "--replicas", 2, *options), 2, options[0])
     assert_refused(run("serve", "demo", "--replicas", 0), 2, "--replicas")
+    for number in ((), ("--replicas", 3)):
+        assert_refused(run("serve", "demo", *number, "--max-replicas", 2), 2, "--max-replicas must be at least")
+
+
+def test_ray_serve_scales_by_the_requests_that_are_open_where_asked():
+    config = ServerConfig(max_num_seqs=16, max_waiting_requests=100)
+    fixed, scaled = options_of(config, 2), options_of(config, 2, 5)
+    assert fixed["num_replicas"] == 2 and "autoscaling_config" not in fixed and "num_replicas" not in scaled
+    asked = scaled["autoscaling_config"]
+    assert (asked["min_replicas"], asked["max_replicas"], asked["target_ongoing_requests"]) == (2, 5, 16)
+    assert scaled["max_ongoing_requests"] > config.max_waiting_requests + 16
+    if find_spec("ray") is not None:
+        from ray import serve
+
+        for options in (fixed, scaled):
+            serve.deployment(type("Any", (), {}), **options)  # it refuses options that it does not know
 
 
 def test_without_ray_a_sentence_says_what_to_install(run, monkeypatch):
@@ -128,6 +147,23 @@ class TestReplicas:
                 assert "".join(chunk.choices[0].text for chunk in chunks) == texts[at]
                 with pytest.raises(openai.BadRequestError, match="functions"):
                     client.completions.create(**asked | {"extra_body": {"functions": [{}]}})
+
+    def test_metrics_are_those_of_all_replicas(self, url):
+        replicas_of_sessions(url)
+        before = httpx.get(f"{url}/metrics").text
+        assert before.count("# TYPE vllm:generation_tokens_total counter") == 1
+
+        def sums():
+            text = httpx.get(f"{url}/metrics").text
+            lines = [line for line in text.splitlines() if line.startswith("vllm:generation_tokens_total{")]
+            return {re.search('replica="([^"]*)"', line)[1]: float(line.split()[-1]) for line in lines}
+
+        old = sums()
+        assert len(old) == 2
+        all_at_once(lambda at: ask(url, at))
+        eventually(lambda: all(sums()[name] > old[name] for name in old) or None)
+        assert sum(sums().values()) == sum(old.values()) + 150 * len(SESSIONS)
+        assert 'http_requests_total{handler="/v1/completions",method="POST",replica="' in before
 
     def test_one_is_killed_under_load(self, url, marks, texts):
         before = replicas_of_sessions(url)
