@@ -144,7 +144,8 @@ class Program(Structure):
         *_all("num_others", c_int64),
         *_all("lengths gains needs", c_void_p),
         *_all("num_needs", c_int64),
-        *_all("given matches drafted_from texts text_ends num_prompts follow has_grammar most_forced", c_void_p),
+        *_all("given matches drafted_from texts text_ends num_prompts", c_void_p),
+        *_all("bias_ends bias_tokens bias_until bias follow has_grammar most_forced", c_void_p),
         *_all("done", c_int64),
     )
 

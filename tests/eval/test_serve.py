@@ -223,6 +223,7 @@ def test_a_wrong_configuration_is_refused(given, message):
 def test_stored_configurations_are_valid():
     assert read_config(ServeConfig, FOLDER / "serve_h200.yaml").simulate
     assert not read_config(ServeConfig, FOLDER / "serve.yaml").simulate
+    assert read_config(ServeConfig, FOLDER / "serve_live.yaml").policies == ("plain", "adaptive")
 
 
 def test_costs_and_traces_of_different_models_are_refused(simulated, tmp_path, capsys):

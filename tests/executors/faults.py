@@ -70,13 +70,15 @@ FAULTS = {
     "penalties leave out what rounds before have written": Edit(
         "program.cpp", "if (p.texts && histories[r])", "if (p.texts && !FAULT && histories[r])"
     ),
-    "the prompt is output to penalties": Edit("program.cpp", "p.num_prompts[r]);", "FAULT ? 0 : p.num_prompts[r]);"),
+    "the prompt is output to penalties": Edit("program.cpp", "p.num_prompts[r],\n", "FAULT ? 0 : p.num_prompts[r],\n"),
     "repeated tokens are found by those before the last": Edit(
         "penalties.h", "at(end - same) == at(total - same)", "at(end - same) == at(total - same - FAULT)"
     ),
     "penalties come after the temperature": Edit(
         "penalties.h", "float logit = logits[place];", "float logit = logits[place] / (FAULT ? temperature : 1);"
     ),
+    "a bias is left out": Edit("penalties.h", "-1, row.bias.added[i]);", "-1, row.bias.added[i] * !FAULT);"),
+    "a bias holds for one position less": Edit("penalties.h", ">= row.bias.until[i])", ">= row.bias.until[i] - FAULT)"),
     "masks of the position before": Edit(
         "round.cpp",
         "d.grammars->after(row, v.tokens + row * v.most, place).mask",

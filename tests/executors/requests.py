@@ -20,6 +20,7 @@ from selfspec.decoding.outputs import CompletionOutput
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.datastore_build import build as build_datastore
 from selfspec.drafting.responses import Responses
+from selfspec.executors.logit_rules import with_logit_rules
 from selfspec.executors.select import executors_for
 from selfspec.loading.target import Target
 from tests import helpers
@@ -53,6 +54,10 @@ PENALTIES: tuple[dict[str, Any], ...] = (
 PAGE = 16
 LENGTHS = (9, 1, 20, 4, 13, 2, 7, 30)
 NUM_REQUESTS = 2 * len(LENGTHS)  # the second half has penalties and log-probabilities
+BIASED: dict[int, dict[str, Any]] = {
+    9: {"logit_bias": {65: 7.0, 66: 8.0, 67: -100.0}},
+    12: {"logit_bias": {10: 100.0}, "min_tokens": 9, "stop_token_ids": (10,)},
+}
 STRUCTURED = {  # some of those with penalties that exclude no token
     10: StructuredOutputs(regex="((ab){1,3}|[x-z]{2}!!!)+"),
     11: StructuredOutputs(json={"enum": ["one and two", "one and three"]}),
@@ -103,10 +108,12 @@ def plain(kind: str, at: int) -> tuple[Request, CompletionOutput]:
     more: dict[str, Any] = {}
     if at >= len(LENGTHS):
         more = {**PENALTIES[at % len(PENALTIES)], "logprobs": at % 4, "structured_outputs": STRUCTURED.get(at)}
+        more |= BIASED.get(at, {})
     at %= len(LENGTHS)
     [prompt] = make_prompts([LENGTHS[at]], seed=at)
     params = SamplingParams(max_tokens=12 + 5 * at, seed=at, **SAMPLINGS[at // 2 % 4], **more)
-    request = Request(prompt * 2 if at % 3 == 0 else prompt, params)
+    request = with_logit_rules(Request(prompt * 2 if at % 3 == 0 else prompt, params))
+    params = request.params
     assert (len(request.prompt_token_ids) + request.max_tokens - 1) % PAGE, "a fault may fill a page more than it has"
     free, middle = alone(kind, request), 6 + 3 * at
     if at % 4 == 1:  # ends with a text that appears in the midst of it

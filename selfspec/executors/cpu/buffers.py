@@ -209,11 +209,12 @@ class Buffers:
             verify.logits = buffers.logits.data_ptr()
 
     def set_picks(self, data: PickData | None) -> LogprobBuffers | None:
-        """Set the contents of rows with penalties. Return the buffers of log-probabilities, if a row requests any."""
+        """Set the contents of rows with penalties or a bias. Return the buffers of log-probabilities, if any."""
         self._pick_data = data  # the program points to it
-        none = (None, None, None)
         program, verify = self._program, self.verify
-        program.texts, program.text_ends, program.num_prompts = none if data is None else data.texts()
+        addresses = (None,) * 7 if data is None else data.texts()
+        program.texts, program.text_ends, program.num_prompts = addresses[:3]
+        program.bias_ends, program.bias_tokens, program.bias_until, program.bias = addresses[3:]
         logprobs = None if data is None else data.logprobs(self.max_draft, self.size[2])
         verify.num_likely = None
         if logprobs is not None:

@@ -25,6 +25,7 @@ from selfspec.executors.cpu.buffers import (
 )
 from selfspec.executors.cpu.grammars import ProgramGrammars
 from selfspec.executors.cpu.pick_data import PickData
+from selfspec.executors.logit_rules import are_rules
 from selfspec.executors.penalties import Penalties
 from selfspec.executors.picker import Picker, packed_params
 from selfspec.kernels import compiled_call as c
@@ -77,7 +78,7 @@ class CompiledRounds:
             given: per row, a draft that was made elsewhere; for a single round.
             hidden_states: where to write hidden states and logits, for a single round. All layers then process all
                 tokens, those that have drafted, too.
-            data: the contents of rows with penalties, and the number of log-probabilities that rows request.
+            data: the contents of rows with penalties or a bias, and the number of log-probabilities that rows request.
             grammars: of rows that have one; drafts are then over the whole vocabulary.
 
         Raises:
@@ -154,14 +155,17 @@ class CpuExecutor(Executor):
 
     def serves(self, rows: list[Sequence], plan: Plan) -> bool:
         """Whether the plan can run in compiled code; see `Executor.serves`."""
-        if self._rounds is None or plan.keep_divergence or any(row.has_processors for row in rows):
+        if self._rounds is None or plan.keep_divergence:
+            return False
+        processes = any(row.has_processors for row in rows)
+        if processes and not all(are_rules(row.request.params.processors) for row in rows):
             return False
         if any(_may_ban_all_tokens(row, self.split.vocab_size) for row in rows):
             return False
         if plan.exit_layer and self._drafter(plan, rows) is None:
             return False
         keeps = any(row.request.keep_logits for row in rows)
-        if keeps and any(row.grammar is not None for row in rows):
+        if keeps and (processes or any(row.grammar is not None for row in rows)):
             return False
         return not (keeps or plan.shadow is not None) or self._hidden_state_buffers(rows, plan) is not None
 

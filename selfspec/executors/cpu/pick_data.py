@@ -1,4 +1,4 @@
-"""Inputs of compiled rounds for penalties, and their outputs for log-probabilities."""
+"""Inputs of compiled rounds for penalties and biases, and their outputs for log-probabilities."""
 
 from __future__ import annotations
 
@@ -10,42 +10,54 @@ from typing import Any
 import numpy as np
 
 from selfspec.core import Sequence
+from selfspec.executors.logit_rules import Bias, biases_of
 from selfspec.executors.logprobs import TokenLogprobs
 
 
 class PickData:
-    """The contents of the rows with penalties, and the number of log-probabilities per row.
+    """The contents of the rows with penalties or a bias, and the number of log-probabilities per row.
 
     The compiled call reads its memory, so the caller keeps it until the call returns.
 
     Args:
-        contents: per row, its tokens; empty for rows without penalties.
+        contents: per row, its tokens; empty for rows without penalties and bias.
         num_prompts: per row, how many of these belong to the prompt.
         num_likely: per row, the number of most probable tokens to report at each position; -1: no log-probabilities.
+        biases: per row, what is added to its logits.
     """
 
     def __init__(
-        self, contents: abc.Sequence[abc.Sequence[int]], num_prompts: abc.Sequence[int], num_likely: abc.Sequence[int]
+        self,
+        contents: abc.Sequence[abc.Sequence[int]],
+        num_prompts: abc.Sequence[int],
+        num_likely: abc.Sequence[int],
+        biases: abc.Sequence[abc.Sequence[Bias]] = (),
     ) -> None:
         self._is_penalized, self._num_likely = any(contents), list(num_likely)
         ends = [0, *accumulate(map(len, contents))]
         tokens = [token for own in contents for token in own]
-        self._arrays = [array("q", numbers) for numbers in (tokens, ends, num_prompts)]
+        entries = [one for own in biases for one in own]
+        bias_ends = [0, *accumulate(map(len, biases or [()] * len(contents)))]
+        whole = tokens, ends, num_prompts, bias_ends, [one.token for one in entries], [one.until for one in entries]
+        self._arrays: list[array[Any]] = [array("q", numbers) for numbers in whole]
+        self._arrays.append(array("f", [one.added for one in entries]))
 
     @classmethod
     def of(cls, rows: list[Sequence], vocab_size: int) -> PickData | None:
-        """The data of these rows; None if no row has penalties or requests log-probabilities."""
+        """The data of these rows; None if no row has penalties or a bias, or requests log-probabilities."""
         requests = [row.request for row in rows]
-        penalized = [request.params.penalizes for request in requests]
+        biases = [biases_of(request.params.processors) for request in requests]
+        penalized = [bool(own) or one.params.penalizes for own, one in zip(biases, requests, strict=True)]
         if not any(penalized) and all(request.params.logprobs is None for request in requests):
             return None
         contents = [row.token_ids if own else [] for row, own in zip(rows, penalized, strict=True)]
         num_prompts = [row.num_prompt_tokens if own else 0 for row, own in zip(rows, penalized, strict=True)]
         num_likely = [-1 if one.params.logprobs is None else min(one.params.logprobs, vocab_size) for one in requests]
-        return cls(contents, num_prompts, num_likely)
+        return cls(contents, num_prompts, num_likely, biases)
 
     def texts(self) -> tuple[int | None, ...]:
-        """Addresses of tokens, row offsets and prompt lengths, int64 each; None if no row has penalties."""
+        """Addresses of tokens, row offsets and prompt lengths, and of a `Bias` of `penalties.h`: row offsets, tokens
+        and positions, int64 each, and fp32 numbers; None if no row has penalties or a bias."""
         return tuple([array.buffer_info()[0] if self._is_penalized else None for array in self._arrays])
 
     def logprobs(self, max_draft: int, num_rounds: int) -> LogprobBuffers | None:

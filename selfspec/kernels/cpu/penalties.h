@@ -1,4 +1,5 @@
-// Penalties on logits by the tokens before a position: `selfspec.executors.penalties` does the same in torch.
+// Penalties on logits by the tokens before a position, and what is added to single logits:
+// `selfspec.executors.penalties` and `logit_rules` do the same in torch.
 #pragma once
 
 #include <algorithm>
@@ -10,15 +11,24 @@ static inline bool penalizes(const SamplingParams& params) {
     return params.repetition != 1 || params.presence != 0 || params.frequency != 0 || params.ngram > 0;
 }
 
+// What is added to the logits of a row's tokens: entry i to `tokens[i]`, at positions before `until[i]`. Of entries of
+// the same token, the last one counts.
+struct Bias {
+    int64_t count;
+    const int64_t *tokens, *until;
+    const float* added;
+};
+
 // A row's tokens, and the number of times that its output contains each.
 struct History {
     int64_t vocab;
+    Bias bias;
     std::vector<int64_t> tokens, distinct;  // all tokens; the distinct ones within the vocabulary
     std::vector<int32_t> counts;            // [vocab]
     std::vector<char> is_seen;              // [vocab]
 
-    History(int64_t vocab, const int64_t* content, int64_t count, int64_t num_prompt)
-        : vocab(vocab), counts(vocab), is_seen(vocab) {
+    History(int64_t vocab, const int64_t* content, int64_t count, int64_t num_prompt, const Bias& bias)
+        : vocab(vocab), bias(bias), counts(vocab), is_seen(vocab) {
         add(content, num_prompt, 0);
         add(content + num_prompt, count - num_prompt, 1);
     }
@@ -60,20 +70,31 @@ struct Prefix {
         }
     }
 
-    // Recompute the scores (logits over temperature) of tokens that occur before.
+    // Recompute the scores (logits over temperature) of tokens that occur before, or to which something is added.
     void penalize(const SamplingParams& params, const float* logits, float temperature, float* scores) const {
-        auto one = [&](int64_t token, int64_t times) {
+        auto one = [&](int64_t token, int64_t times, float added) {
             int64_t place = place_of(token);
             if (place < 0) return;
             float logit = logits[place];
-            logit = logit < 0 ? logit * params.repetition : logit / params.repetition;
-            logit += -(params.frequency * float(times) + params.presence * float(times > 0));
-            scores[place] = logit / temperature;
+            if (times >= 0) {
+                logit = logit < 0 ? logit * params.repetition : logit / params.repetition;
+                logit += -(params.frequency * float(times) + params.presence * float(times > 0));
+            }
+            scores[place] = (logit + added) / temperature;
         };
-        for (int64_t token : row.distinct) one(token, row.counts[token]);
-        for (int64_t i = 0; i < count; i++) {
-            int64_t before = drafted[i] < row.vocab ? row.counts[drafted[i]] : 0;
-            one(drafted[i], before + std::count(drafted, drafted + count, drafted[i]));
+        auto drafted_times = [&](int64_t token) { return std::count(drafted, drafted + count, token); };
+        if (penalizes(params)) {
+            for (int64_t token : row.distinct) one(token, row.counts[token], 0);
+            for (int64_t i = 0; i < count; i++) {
+                int64_t before = drafted[i] < row.vocab ? row.counts[drafted[i]] : 0;
+                one(drafted[i], before + drafted_times(drafted[i]), 0);
+            }
+        }
+        for (int64_t i = 0; i < row.bias.count; i++) {
+            int64_t token = row.bias.tokens[i], more = drafted_times(token);
+            if (int64_t(row.tokens.size()) + count >= row.bias.until[i]) continue;
+            bool is_penalized = penalizes(params) && (row.is_seen[token] || more);
+            one(token, is_penalized ? row.counts[token] + more : -1, row.bias.added[i]);
         }
         if (!params.ngram) return;
         each_repeating(params.ngram, [&](int64_t token) {

@@ -33,9 +33,12 @@ struct Program {
     int64_t* given;
     // out: [rounds, num_rows]: match length and source of a draft by lookup, number and source of forced tokens, else 0
     int64_t *matches, *drafted_from;
-    // The contents of rows with penalties, row after row, empty for other rows; [num_rows + 1] offsets; [num_rows]
-    // prompt lengths. Null if no row has penalties.
+    // The contents of rows with penalties or a bias, row after row, empty for other rows; [num_rows + 1] offsets; [num_rows]
+    // prompt lengths. Null if no row has any.
     const int64_t *texts, *text_ends, *num_prompts;
+    // What is added to logits of these rows: `Bias` of row after row; [num_rows + 1] offsets. Null with the texts.
+    const int64_t *bias_ends, *bias_tokens, *bias_until;
+    const float* bias;
     Follow follow;               // follows the grammars of rows; null: no row has one
     // [num_rows]: whether rows have one; how many tokens that it forces are drafted at most, null: none of any row
     const int64_t *has_grammar, *most_forced;
@@ -108,14 +111,16 @@ class Run {
         p.given[p.done] = total || !layers_draft();
     }
 
-    // Set up the histories of rows with penalties.
+    // Set up the histories of rows with penalties or a bias.
     void make_histories() {
         int64_t vocab = v.head->out;
         histories.resize(d.num_rows);
         for (int64_t r = 0; r < d.num_rows; r++) {
-            if (penalizes(d.params[r]))
+            int64_t first = p.bias_ends[r], count = p.bias_ends[r + 1] - first;
+            if (count || penalizes(d.params[r]))
                 histories[r].emplace(vocab, p.texts + p.text_ends[r], p.text_ends[r + 1] - p.text_ends[r],
-                                     p.num_prompts[r]);
+                                     p.num_prompts[r],
+                                     Bias{count, p.bias_tokens + first, p.bias_until + first, p.bias + first});
             history_of.push_back(histories[r] ? &*histories[r] : nullptr);
         }
         d.histories = history_of.data();

@@ -1,14 +1,23 @@
-"""`logit_bias` and `min_tokens` as logits processors, which every executor serves or leaves to one that does."""
+"""`logit_bias` and `min_tokens` as logits processors, which compiled programs know as biases."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from selfspec.core import Request
+
+
+class Bias(NamedTuple):
+    """What is added to a token's logit at positions before `until`."""
+
+    token: int
+    added: float
+    until: int = 2**62
 
 
 class LogitBias:
@@ -19,6 +28,7 @@ class LogitBias:
     """
 
     def __init__(self, bias: Mapping[int, float]) -> None:
+        self.biases = [Bias(token, float(added)) for token, added in bias.items()]
         self._tokens, self._bias = torch.tensor([*bias]), torch.tensor([*bias.values()])
 
     def __call__(self, token_ids: Tensor, logits: Tensor) -> Tensor:
@@ -37,6 +47,7 @@ class MinTokens:
 
     def __init__(self, ends: Collection[int], length: int) -> None:
         self._ends, self._length = sorted(ends), length
+        self.biases = [Bias(token, -torch.inf, length) for token in self._ends]
 
     def __call__(self, token_ids: Tensor, logits: Tensor) -> Tensor:
         if token_ids.shape[1] >= self._length:
@@ -44,6 +55,16 @@ class MinTokens:
         logits = logits.clone()
         logits[:, self._ends] = -torch.inf
         return logits
+
+
+def are_rules(processors: Iterable[Any]) -> bool:
+    """Whether all of these processors are of this module."""
+    return all(isinstance(one, LogitBias | MinTokens) for one in processors)
+
+
+def biases_of(processors: Iterable[Any]) -> list[Bias]:
+    """What processors of this module add; of entries of the same token that hold at a position, the last one counts."""
+    return [bias for one in processors if isinstance(one, LogitBias | MinTokens) for bias in one.biases]
 
 
 def with_logit_rules(request: Request) -> Request:
