@@ -140,6 +140,7 @@ class ResponsesWriter(ChatWriter):
         super().__init__(request, call, model, tokens, use)
         self._before, self._store = before, store
         self._asked, self._items = asked, list[Item]()
+        self._logprobs = list[dict[str, Any]]()  # of tokens whose text has not come yet
         self._numbers = iter(range(1 << 62))
 
     def body(self) -> dict[str, Any]:
@@ -171,6 +172,8 @@ class ResponsesWriter(ChatWriter):
 
     def _whole(self, last: Choice) -> dict[str, Any]:
         """The whole response, which is stored."""
+        if not self._items[-1].is_call:
+            self._items[-1].logprobs += self._logprobs
         response = self._response(last)
         if self._is_stored:
             self._store.keep(response, [*self._before, *self._asked.items])
@@ -185,7 +188,7 @@ class ResponsesWriter(ChatWriter):
 
     def _taken(self, piece: Choice) -> Iterator[bytes]:
         """Take a piece; its events."""
-        logprobs = [] if piece.logprobs is None else self.logprobs(piece)
+        self._logprobs += [] if piece.logprobs is None else self.logprobs(piece)
         for at, begins, one in self.parts(piece):
             if begins:
                 yield self._ended([item.as_dict("completed") for item in self._items])
@@ -197,9 +200,9 @@ class ResponsesWriter(ChatWriter):
                 if one.text:
                     yield self._event("response.function_call_arguments.delta", **place, delta=one.text)
                 continue
+            logprobs, self._logprobs = self._logprobs, []
             item.logprobs += logprobs
             more = {"content_index": 0, "delta": one.text, "logprobs": logprobs}
-            logprobs = []
             yield self._event("response.output_text.delta", **place, **more)
 
     def _new_item(self, piece: CallPiece | None) -> Item:

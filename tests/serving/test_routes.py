@@ -11,7 +11,7 @@ import pytest
 from selfspec import SamplingParams
 from selfspec.serving.refusal import Refusal
 from selfspec.serving.store import ResponseStore
-from tests.serving.server import MODEL, PATIENCE, serving, speaker
+from tests.serving.server import MODEL, PATIENCE, eventually, serving, speaker
 from tests.serving.test_protocol import refused
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
@@ -303,7 +303,12 @@ def test_answers_are_logged_with_their_ids_and_counted(llm, caplog):
         made = served.complete(model="none")
         served.http.get("/no/such/route")
         assert given.headers["x-request-id"] == "mine" and len(made.headers["x-request-id"]) == 32
-        lines = [record.getMessage() for record in caplog.records if record.name == "selfspec.serving.access"]
+
+        def told():
+            return [record.getMessage() for record in caplog.records if record.name == "selfspec.serving.access"]
+
+        eventually(lambda: len(told()) == 3)  # a line is written once the answer has gone
+        lines = told()
         assert [re.sub(r"\d+\.\d+s", "s", line) for line in lines] == [
             "127.0.0.1 POST /v1/completions 200 s mine",
             f"127.0.0.1 POST /v1/completions 404 s {made.headers['x-request-id']}",
