@@ -28,6 +28,7 @@ from tests.cuda.standin import with_runner
 from tests.helpers import Adversary, Run, make_prompts
 from tests.models import build
 from tests.slow import slow
+from tests.structured.grammars import tools_of
 from tests.tokenizers import byte_tokenizer
 
 # On views; compiled; and recordings, on the stand-in for a device, of views and of fused layers.
@@ -59,7 +60,7 @@ BIASED: dict[int, dict[str, Any]] = {
     12: {"logit_bias": {10: 100.0}, "min_tokens": 9, "stop_token_ids": (10,)},
 }
 STRUCTURED = {  # some of those with penalties that exclude no token
-    10: StructuredOutputs(regex="((ab){1,3}|[x-z]{2}!!!)+"),
+    10: tools_of("required", "mistral_args"),
     11: StructuredOutputs(json={"enum": ["one and two", "one and three"]}),
     15: StructuredOutputs(grammar='start: ("a" /[b-p ]{1,4}/ "stop. ")+'),
 }

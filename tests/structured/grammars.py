@@ -10,6 +10,7 @@ import numpy as np
 from selfspec.core import StructuredOutputs
 from selfspec.structured.grammars import Grammars
 from selfspec.structured.row_grammar import RowGrammar
+from selfspec.structured.tool_calls import ToolUse
 from tests.tokenizers import byte_tokenizer
 
 VOCAB, EOS = 257, 256
@@ -19,6 +20,20 @@ PERSON = {
     "required": ["name", "kind"],
     "additionalProperties": False,
 }
+TOOLS = [
+    {"type": "function", "function": {"name": "see", "parameters": PERSON}},
+    {"type": "function", "function": {"name": "end"}},
+]
+
+
+def tools_of(choice: str, parser: str) -> StructuredOutputs:
+    """Text and calls of tools, or calls alone."""
+    own = {"tokenizer": byte_tokenizer(), "template": "", "eos": frozenset([EOS]), "parser": parser}
+    made = ToolUse.of(TOOLS, choice, **own)
+    assert made is not None
+    return made.outputs
+
+
 ASKED = {
     "schema": StructuredOutputs(json=PERSON, disable_any_whitespace=True),
     "spaces": StructuredOutputs(json=PERSON),
@@ -26,6 +41,8 @@ ASKED = {
     "regex": StructuredOutputs(regex="([a-f]{2}-){2,3}[0-9]*(end|ending)?"),
     "choice": StructuredOutputs(choice=["one of these", "one of those", "another"]),
     "lark": StructuredOutputs(grammar='start: item+ "."\nitem: "ab" | "abc" | /[x-z]{1,3}/'),
+    "calls": tools_of("required", "mistral_args"),
+    "text or calls": tools_of("auto", "hermes"),
     "gbnf": StructuredOutputs(grammar='root ::= ("a" | "b" root "c")+ "; "'),
 }
 
