@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from numbers import Integral
 from pathlib import Path
@@ -22,6 +22,7 @@ from selfspec.decoding.outputs import RequestOutput
 from selfspec.drafting.datastore import Datastore
 from selfspec.errors import flag, got, whole
 from selfspec.learn import Learner
+from selfspec.learning.card import Tuned
 from selfspec.loading.hub import open_target
 from selfspec.loading.target import Target
 from selfspec.model.exit_heads import ExitHeads
@@ -289,6 +290,45 @@ class LLM:
     def keep_statistics(self, engine: LLMEngine) -> None:
         """Let later calls and engines start from what the policy of a running engine has learned of acceptance."""
         self.target.policies.learn_from(engine.policy)
+
+    def tune(
+        self,
+        prompts: Sequence[Prompt | Sequence[Message]],
+        output: str | Path | None = None,
+        *,
+        minutes: float = 10.0,
+        exits: Sequence[int] | None = None,
+        max_tokens: int = 128,
+        keep: bool = False,
+        seed: int = 0,
+        report: Callable[[str], None] = lambda line: None,
+    ) -> Tuned:
+        """Train exit heads on the model's own answers to prompts of one kind, and measure what they gain.
+
+        Some of the prompts are held out to measure with. If the heads gain, this LLM drafts with them from now on. The
+        model does not change, and heads change no token.
+
+        Args:
+            prompts: at least 8 different ones: texts, which are user turns where there is a chat template; token ids;
+                lists of messages; or bodies with "prompt" or "messages" and, if they like, "max_tokens".
+            output: a folder for heads, card and acceptance statistics, `exit_heads` of a later LLM. A stopped run goes
+                on from what is there. None: nothing is written.
+            minutes: time for all of it, in minutes.
+            exits: exit layers to try; default: five in the first half. The one that would gain most here is
+                kept.
+            max_tokens: most tokens of an answer.
+            keep: write the heads, and draft with them, even if nothing is gained.
+            seed: of the order of prompts and of first weights.
+            report: is given lines about how far the run has come.
+
+        Raises:
+            ValueError: too few prompts, or an argument out of range.
+            OSError: the folder cannot be written.
+        """
+        from selfspec.learning.tune import tune
+
+        options: dict[str, Any] = {"max_tokens": max_tokens, "keep": keep, "seed": seed, "report": report}
+        return tune(self, prompts, output, minutes=minutes, exits=exits, **options)
 
     def _engine(self, split: SplitModel, max_num_seqs: int, **options: Any) -> LLMEngine:
         """An engine with this LLM's policy, corpus, responses and learner."""

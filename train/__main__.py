@@ -16,7 +16,7 @@ from pathlib import Path
 from train.config import TrainConfig, parse_config
 from train.configuration import add_flags, build, flags_given, read_values, read_yaml
 from train.errors import RunFailed
-from train.heads_config import HeadsRun
+from train.heads import HeadsRun, train_heads
 
 SHORT = ("run.output", "run.export", "run.notes", "heads.model", "heads.output")  # also --output and so on
 
@@ -81,9 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
             kept = [each for each in given if each not in ("--resume", "--export-only")]
             run(config, options, shlex.join(["python", "-m", "train", *kept]))
         else:
-            from train.heads_run import train_heads  # heavy: torch, transformers
-
-            train_heads(config, " ".join(["python -m train", *given]), options.resume)
+            train_heads(config)
     except ValueError as error:
         return _fail(error, 2)
     except (RunFailed, OSError) as error:

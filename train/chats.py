@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from selfspec.learning.written import Sample, Task, Written
 from train.config import TrainConfig
 from train.generate import continue_prompts
 from train.models import load_base
-from train.samples import Sample, UserTurn, Write, Writer, split
-from train.written import Task, Written
+from train.samples import UserTurn, Write, Writer, split
 
 FILE = "chats.jsonl"  # in run.output
 

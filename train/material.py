@@ -18,6 +18,7 @@ from train.chats import read_chats
 from train.config import TrainConfig
 from train.corpus import Corpus, SourceFile, read_corpus
 from train.data import StreamedWindows, Windows, encode_files, pack, shuffled
+from train.samples import document
 from train.texts import content_of, encode, rank_of, read_records, split_held_out
 from train.tokenizer import train_tokenizer
 
@@ -88,7 +89,7 @@ def gather(config: TrainConfig, tokenizer: PreTrainedTokenizerFast | None = None
 def _chats(config: TrainConfig, tokenizer: PreTrainedTokenizerFast) -> Material:
     train, held_out = read_chats(config, tokenizer)
     end = int(tokenizer.eos_token_id)
-    documents, kept = (tuple(chat.document(end) for chat in chats) for chats in (train, held_out))
+    documents, kept = (tuple(document(chat, end) for chat in chats) for chats in (train, held_out))
     origin = "the base model's own conversations"
     prompts = tuple(chat.prompt for chat in held_out)
     return Material(tokenizer, documents, (pack(kept, config.run.seed),), origin, prompts=prompts)

@@ -1,8 +1,7 @@
 """Texts that a model writes itself after prompts, its own or others.
 
 A chat model's own prompts are user turns that it samples at temperature 1 after the beginning of one in its chat
-template. `Write` is who writes: `train.chats` by `model.generate`, which runs large batches on a bare GPU machine, or
-`train.heads_text` by selfspec's engine, which is several times as fast on a CPU. Both sample with the same noise.
+template. `Write` is who writes: `train.chats` by `model.generate`, which runs large batches on a bare GPU machine.
 """
 
 from __future__ import annotations
@@ -10,13 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from selfspec.learning.written import Sample, Task, Written
 from train.recipe import IGNORED
 from train.sections import TextConfig
-from train.written import Task, Written
 
 PLACE = "\N{OBJECT REPLACEMENT CHARACTER}"  # stands for the user's text in the chat template
 REPORT_SECONDS = 10  # between lines about the texts written so far
@@ -24,29 +23,14 @@ Write = Callable[[Sequence[Task], Sequence[int]], Iterable[tuple[Task, list[int]
 """Tasks of one batch, and tokens that end their outputs besides the model's own; returns the outputs by task."""
 
 
-class Sample(NamedTuple):
-    """A text whose first `num_prompt` tokens are the prompt; the model wrote the others."""
-
-    tokens: list[int]
-    num_prompt: int
-
-    @property
-    def prompt(self) -> list[int]:
-        return self.tokens[: self.num_prompt]
-
-    @property
-    def positions(self) -> range:
-        """The positions whose next token the model wrote."""
-        return range(self.num_prompt - 1, len(self.tokens) - 1)
-
-    def document(self, end: int) -> np.ndarray:
-        """Tokens and labels, int64 `[2, T]`; only the answer has labels, and an end token is added if it was cut."""
-        ended = self.tokens[-1] == end
-        both = np.asarray([self.tokens if ended else [*self.tokens, end]] * 2, dtype=np.int64)
-        both[1, : self.num_prompt] = IGNORED
-        if not ended:
-            both[1, -1] = IGNORED
-        return both
+def document(sample: Sample, end: int) -> np.ndarray:
+    """Tokens and labels, int64 `[2, T]`; only the answer has labels, and an end token is added if it was cut."""
+    ended = sample.tokens[-1] == end
+    both = np.asarray([sample.tokens if ended else [*sample.tokens, end]] * 2, dtype=np.int64)
+    both[1, : sample.num_prompt] = IGNORED
+    if not ended:
+        both[1, -1] = IGNORED
+    return both
 
 
 @dataclass(frozen=True)
@@ -162,7 +146,3 @@ def split(samples: Sequence[Sample | None], num_held_out: int) -> tuple[list[Sam
     )
     known = {tuple(sample.prompt) for sample in held_out}
     return [sample for sample in train if tuple(sample.prompt) not in known], held_out
-
-
-def count_positions(samples: Sequence[Sample]) -> int:
-    return sum(len(sample.positions) for sample in samples)

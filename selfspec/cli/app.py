@@ -20,6 +20,7 @@ from selfspec.cli.generate import generate
 from selfspec.cli.inspect import inspect
 from selfspec.cli.options import command
 from selfspec.cli.serve import serve
+from selfspec.cli.tune import tune
 from selfspec.serving.config import ServerConfig
 
 GENERATE_HELP = """Continue a text. Drafting never changes a token.
@@ -66,6 +67,17 @@ Examples:
   selfspec batch smollm2 --input questions.jsonl --output answers.jsonl
 
   selfspec batch org/name --input questions.parquet --output answers.parquet --replicas 4
+"""
+TUNE_HELP = """Train small exit heads on the model's own answers to your prompts, so that its early layers draft better.
+
+It measures what they gain on prompts that it held out, and keeps them if they do. Ctrl-C keeps the best so far, and the
+same command goes on. No text changes.
+
+Examples:
+
+  selfspec tune smollm2 --prompts questions.txt --minutes 10 --output my-heads
+
+  selfspec serve smollm2 --exit-heads my-heads
 """
 INSPECT_HELP = """Say what a model is, and whether it can draft for itself. Exit code 1 if it cannot.
 
@@ -124,7 +136,7 @@ def _selfspec(
 ) -> None:
     if context.invoked_subcommand is None:
         raise Failure(
-            "a command is missing, generate, chat, serve, batch, inspect, calibrate, corpus or cache; "
+            "a command is missing, generate, chat, serve, batch, tune, inspect, calibrate, corpus or cache; "
             "see 'selfspec --help'"
         )
 
@@ -136,6 +148,7 @@ app.command("generate", help=GENERATE_HELP)(command(generate))
 app.command("chat", help=CHAT_HELP)(command(chat, without=("n", "logprobs")))
 app.command("serve", help=SERVE_HELP)(command(serve))
 app.command("batch", help=BATCH_HELP)(command(batch, without=LIMITS))
+app.command("tune", help=TUNE_HELP)(command(tune, without=("exit_heads",)))
 app.command("inspect", help=INSPECT_HELP)(
     command(inspect, without=("backend", "exact", "exit_heads", "precision", "quantize", "threads"))
 )

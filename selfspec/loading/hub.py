@@ -18,6 +18,7 @@ from selfspec.loading.names import file_beside, find, is_gguf
 from selfspec.loading.target import Target
 from selfspec.model.exit_heads import FILE as exit_heads_file
 from selfspec.model.exit_heads import ExitHeads
+from selfspec.model.fingerprint import weights_of
 from selfspec.model.quantized import check_kind
 from selfspec.model.quantized import quantize as rounded
 
@@ -77,7 +78,8 @@ def open_target(
     if not isinstance(exit_heads, str | Path | ExitHeads | None):
         raise ValueError(f"exit_heads must be a folder, 'none' or an ExitHeads, {got(exit_heads)}")
     heads = exit_heads if isinstance(exit_heads, ExitHeads) else None
-    if isinstance(exit_heads, str | Path) and str(exit_heads) != "none":
+    is_named = isinstance(exit_heads, str | Path) and str(exit_heads) != "none"
+    if isinstance(exit_heads, str | Path) and is_named:
         heads = ExitHeads.load(exit_heads)
     cached.remove_unused()
     activation_bytes = 3 if check_precision(precision) == "float32" else 2
@@ -86,9 +88,19 @@ def open_target(
         heads = ExitHeads.load(own)
     options: dict[str, Any] = {"backend": backend, "attention": attention, "graphs": graphs}
     options |= {"owned": opened.model is not model, "file_key": opened.file_key}
-    target = Target(opened.model, opened.tokenizer, check=check, exit_heads=heads, **options)
-    if (stored := file_beside(opened.source, profile.STORED)) is not None:
-        target.policies.stored_prior = profile.stored_prior(stored, target.split)
+    target = Target(opened.model, opened.tokenizer, check=check, **options)
+    if heads is not None:
+        if is_named and heads.weights not in ("", weights := weights_of(target.split)):
+            raise ValueError(
+                f"exit_heads {exit_heads} are of the weights {heads.weights}, and this model has {weights}; "
+                "train heads for it, with 'selfspec tune'"
+            )
+        target.exit_heads = heads
+    folder = Path(exit_heads).expanduser() if isinstance(exit_heads, str | Path) and is_named else None
+    beside = None if folder is None else (folder if folder.is_dir() else folder.parent) / profile.STORED
+    for stored in (beside, file_beside(opened.source, profile.STORED)):
+        if stored is not None and target.policies.stored_prior is None:
+            target.policies.stored_prior = profile.stored_prior(stored, target.split)
     return target
 
 

@@ -160,6 +160,8 @@ class Target:
         self._exit_heads = heads
         # the caller's may serve other targets, of other devices and dtypes
         split.exit_heads = None if heads is None else copy.deepcopy(heads).to(split.device, split.dtype)
+        if heads is not None and heads.counts:
+            split.frequencies.add_counts(heads.counts)  # drafts begin over the vocabulary that they were trained for
         self._exact: SplitModel | None = None  # it would have the earlier exit heads
         self.policies = PolicyStore(split)
         """What rounds cost here, and how often its layers are right; forgotten with the exit heads."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -89,6 +89,14 @@ class Frequencies:
             self._num_new += len(self._new[-1][0])
             if self._num_new >= MAX_UNCOUNTED:
                 self._count_new()
+
+    def add_counts(self, counts: Mapping[int, int]) -> None:
+        """Add tokens that occurred so often in other texts; those beyond the vocabulary do not count."""
+        with self._lock:
+            known = {token: count for token, count in counts.items() if token < self.vocab_size}
+            self._counts.update(known)
+            self._seen += sum(known.values())
+            self._parts = {}
 
     def _count_new(self) -> None:
         """Count the new tokens in their order, ranking again in between where due."""

@@ -24,6 +24,7 @@ FILE = "exit_heads.safetensors"  # in the model's folder or in another one
 FORMAT, OLD_FORMAT = "selfspec exit heads 2", "selfspec exit heads 1"
 EPS = 1e-6
 NUM_WEIGHTS = 4  # tensors of a head
+COUNTS = "token_counts"  # int32 [tokens, 2]: tokens and how often they occurred
 
 
 class ExitHead(nn.Module):
@@ -64,6 +65,8 @@ class ExitHeads(nn.Module):
                 f"got {list(self.layers)}, {hidden_size} and {inner_size}"
             )
         self.hidden_size, self.inner_size, self.weights = hidden_size, inner_size, weights
+        self.counts: dict[int, int] = {}
+        """How often each token was in the texts that the heads were trained on; empty: unknown."""
         self.heads = nn.ModuleDict({str(layer): ExitHead(hidden_size, inner_size) for layer in self.layers})
 
     def forward(self, hidden: Tensor, layer: int) -> Tensor:
@@ -89,6 +92,8 @@ class ExitHeads(nn.Module):
         about = {"layers": list(self.layers), "hidden_size": self.hidden_size, "inner_size": self.inner_size}
         metadata = {"format": FORMAT, "about": json.dumps(about), "weights": self.weights}
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        if self.counts:
+            tensors[COUNTS] = torch.tensor(sorted(self.counts.items()), dtype=torch.int32)
         write_whole(file, lambda stream: stream.write(as_bytes(tensors, metadata)))
         return file
 
@@ -116,12 +121,14 @@ class ExitHeads(nn.Module):
             if metadata.get("format") != FORMAT:
                 raise OSError(f"exit heads {path}: {file.name} is no file of exit heads; train them again")
             about = json.loads(metadata["about"])
+            counts = saved.pop(COUNTS, torch.empty(0, 2, dtype=torch.int32)).tolist()
             is_whole = len(saved) == NUM_WEIGHTS * len(about["layers"])
             if not is_whole or not all(t.is_floating_point() for t in saved.values()):
                 raise ValueError("its tensors do not match its metadata")
             with torch.device("meta"):  # sizes in the metadata allocate no memory
                 heads = cls(**about, weights=metadata.get("weights", ""))
             heads.load_state_dict(saved, assign=True)
+            heads.counts = {token: count for token, count in counts if token >= 0}
         except (SafetensorError, RuntimeError, KeyError, TypeError, ValueError) as problem:
             raise OSError(
                 f"exit heads {path}: {file.name} is truncated or damaged; copy it or train them again"

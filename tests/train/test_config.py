@@ -10,7 +10,7 @@ import yaml
 
 from train.__main__ import main, read_arguments
 from train.config import TrainConfig, load_config, parse_config
-from train.heads_config import HeadsRun
+from train.heads import HeadsRun
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "train").glob("*.yaml"))
 RECIPES = [
@@ -107,8 +107,8 @@ def test_flags_win_over_the_file(tmp_path, capsys):
 
 def test_a_configuration_with_heads_has_their_flags(capsys):
     file = "configs/train/exit_heads.yaml"
-    config, _ = read_arguments([file, "--model", "smollm2", "--training.steps", "3"])
-    assert isinstance(config, HeadsRun) and (config.heads.model, config.training.steps) == ("smollm2", 3)
+    config, _ = read_arguments([file, "--model", "smollm2", "--heads.minutes", "3"])
+    assert isinstance(config, HeadsRun) and (config.heads.model, config.heads.minutes) == ("smollm2", 3)
     for other in ([file, "--export-only"], [file, "--notes", "x"], ["configs/train/smoke.yaml", "--heads.model", "x"]):
         with pytest.raises(SystemExit):
             main(other)
