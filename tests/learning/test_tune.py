@@ -200,9 +200,8 @@ def test_a_loss_of_nan_leaves_the_head_as_it_was():
 
 def test_the_exit_is_chosen_by_what_it_gains_here():
     flat = Table.of({1: 0.0, 64: 0.0})
-    late = {1: Table.of({1: 1.0, 2: 1.1, 9: 1.8})}
-    early = {1: Table.of({1: 1.0, 10: 10.0})}
-    costs = Costs(10, Table.of({1: 10.0}), early, late, flat, flat, flat, flat)
+    rounds = {1: Table.of({1: 10.0, 2: 11.0, 9: 18.0})}
+    costs = Costs(10, rounds, {1: Table.of({1: 1.0, 10: 10.0})}, flat, flat, flat)
     gain, length = expected_gain(costs, 2, 0.5, 1.0)
     # two early layers for each drafted token and the last, and eight layers over two, three or more tokens
     by_hand = [sum(0.5**i for i in range(d + 1)) * 10 / (2 * (d + 1) + 8 * (1 + 0.1 * d)) for d in range(1, 9)]
