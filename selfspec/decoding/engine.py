@@ -19,6 +19,7 @@ from selfspec.decoding.scheduler import Scheduler, chunks_for
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.responses import Responses
 from selfspec.errors import got, is_number, whole
+from selfspec.executors.cuda.device_work import current
 from selfspec.executors.picker import Picker
 from selfspec.executors.select import executors_for
 from selfspec.learn import Learner
@@ -217,6 +218,10 @@ class LLMEngine:
             what is new of every request, in the order in which it was decoded; texts add up to the whole.
         """
         refuse_autocast(self.split.device)
+        with current(self.split.device):
+            return self._step(on_round)
+
+    def _step(self, on_round: OnRound | None) -> list[RequestOutput]:
         seconds = StageSeconds()
         self._drop_finished()
         if self._rows:  # of aborted requests, and of a step that raised

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from selfspec.decoding.prefix_cache import PrefixCache
 from selfspec.model.gguf_blocks import BlockWeight
-from selfspec.model.quantized import dense
+from selfspec.model.quantized import dense, is_dense
 from selfspec.model.split_model import SplitModel
 
 LINE = 1024  # numbers of 8 bytes
@@ -61,9 +61,15 @@ class PrefixStore:
 
 
 def state_of(split: SplitModel) -> Any:
-    """What changes when weights do, also by edits that they do not count, through `.data` or numpy."""
+    """What changes when weights do, also by edits that they do not count, through `.data` or numpy.
+
+    Where rounds are recorded, only counted edits and other memory: sums over weights would take longer than a token.
+    """
     if split.compiled is not None:
         return split.compiled.version  # `SplitModel.refresh(deeply=True)` has compared all weights
+    if split.runner is not None:
+        every = split.model.parameters()
+        return [(one.data_ptr(), 0 if one.is_inference() else one._version) for one in every if is_dense(one)]
     weights = [one.detach() for one in split.model.parameters() if not isinstance(one, BlockWeight)]
     return torch.stack(list(map(_checksum, weights))).tolist()
 

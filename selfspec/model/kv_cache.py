@@ -93,8 +93,8 @@ class PagedCache:
     `[num_pages, page_size, kv_heads, blocks of a head]`.
 
     Args:
-        num_layers: on CPU, the first `num_layers` layers share one tensor if their shapes are equal, so that one
-            operation serves all of them.
+        num_layers: the first `num_layers` layers share one tensor if their shapes are equal, so that one operation
+            serves all of them.
         shares: another cache whose storage this one uses, with the same page size and at least as many pages.
         rounds: the model's own modules round keys and values, see `selfspec.kernels.rounding`.
     """
@@ -204,11 +204,10 @@ class PagedCache:
         )
         for at, (key, value) in enumerate(pairs):
             alike = key.shape[1:] == value.shape[1:] and key.dtype == value.dtype
-            if at == len(self._pools) and alike and self.num_layers and key.device.type == "cpu":
-                # Zero pages of the operating system; writing zeros would take as long as the prefill of a prompt.
-                self._pools.append(
-                    LargePageAllocator().zeros(self.num_layers, 2, *size, *key.shape[1:], dtype=key.dtype)
-                )
+            if at == len(self._pools) and alike and self.num_layers:
+                # On CPU, zero pages of the operating system; writing zeros would take as long as a prompt's prefill.
+                zeros = LargePageAllocator().zeros if key.device.type == "cpu" else key.new_zeros
+                self._pools.append(zeros(self.num_layers, 2, *size, *key.shape[1:], dtype=key.dtype))
             pool = self._pools[at] if at < len(self._pools) else None
             fits = pool is not None and key.shape[1:] == pool.shape[4:] and key.dtype == pool.dtype
             if fits and alike and pool is not None and layer_idx < len(pool):

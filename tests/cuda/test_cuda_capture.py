@@ -26,8 +26,9 @@ class Device:
         self.stream = "the caller's"
         self.cached = 0  # bytes that the allocator holds outside the pool
         self.pool_bytes = 0
+        self.driver_bytes = 0  # that the driver takes for each graph
         self.graphs = weakref.WeakSet()  # those that hold the pool
-        self.was_opened = False
+        self.was_opened, self.num_captured = False, 0
         self.done = []  # what orders the work of streams
 
     def new_stream(self, device):
@@ -61,6 +62,14 @@ class Device:
             raise RuntimeError("operation failed due to a previous error during capture") from problem
         self.stream = "the caller's"
         self.pool_bytes += SEGMENT
+        self.num_captured += 1
+
+    def empty_cache(self):
+        self.cached = 0
+
+    def free(self, device):
+        taken = self.cached + self.pool_bytes + self.num_captured * self.driver_bytes
+        return (1 << 40) - taken, 1 << 40
 
     def snapshot(self):
         other = {"segment_pool_id": (0, 0), "total_size": self.cached}
@@ -84,6 +93,8 @@ def device(monkeypatch):
         ("CUDAGraph", Graph),
         ("graph", made.capturing),
         ("memory_snapshot", made.snapshot),
+        ("empty_cache", made.empty_cache),
+        ("mem_get_info", made.free),
         ("memory_reserved", lambda device: made.cached + made.pool_bytes),
     ):
         monkeypatch.setattr(torch.cuda, name, stand_in)
@@ -109,10 +120,30 @@ def test_what_a_recording_takes_is_counted_though_caches_were_emptied_for_it(dev
     assert made.outputs[0].tolist() == [2.0] * 3
 
 
+def test_what_the_driver_takes_for_a_recording_is_counted(device):
+    capture, device.driver_bytes = CudaCapture(torch.device("cpu")), 3 << 20
+    assert capture.record(lambda: (torch.ones(3),)).num_bytes == SEGMENT + (3 << 20)
+
+
+def test_memory_that_is_short_is_told_from_what_cannot_be_recorded(device):
+    runs = []
+
+    def body():
+        runs.append(1)
+        if len(runs) > 1:
+            raise torch.OutOfMemoryError("no memory")
+        return (torch.ones(3),)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        CudaCapture(torch.device("cpu")).record(body)
+    assert device.stream == "the caller's"
+
+
 def test_a_recording_that_fits_into_the_pool_as_it_is_takes_its_results(device, monkeypatch):
     capture = CudaCapture(torch.device("cpu"))
     monkeypatch.setattr(device, "snapshot", lambda: [])
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
     assert capture.record(lambda: (torch.ones(3),)).num_bytes == 12
 
 

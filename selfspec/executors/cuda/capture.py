@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+MOST_DRIVER_BYTES = 64 << 20  # what the driver is believed to take for a recording
 Body = Callable[[], tuple[Tensor, ...]]
 
 
@@ -36,6 +37,7 @@ class Capture(Protocol):
 
         Raises:
             CannotCapture: the body cannot be recorded; names the operation.
+            torch.OutOfMemoryError: the device has no memory for it now.
         """
 
 
@@ -73,16 +75,23 @@ class CudaCapture:
             body()
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
         torch.cuda.synchronize(self.device)
-        before = self._pool.num_bytes()
+        torch.cuda.empty_cache()  # as a capture does, so that free memory differs by what the recording takes
+        before, free = self._pool.num_bytes(), torch.cuda.mem_get_info(self.device)[0]
         graph = torch.cuda.CUDAGraph()
         try:
             with self._pool.capturing(graph), tracer:
                 outputs = body()
         except Exception as problem:
             torch.cuda.synchronize(self.device)
+            causes = (problem, problem.__context__, problem.__cause__)
+            memory = next((one for one in causes if isinstance(one, torch.OutOfMemoryError)), None)
+            if memory is not None:
+                raise memory from problem
             raise CannotCapture(tracer.last, str(problem).partition("\n")[0]) from problem
         grown = self._pool.num_bytes() - before
-        return _CudaRecording(graph, outputs, max(grown, sum(one.nbytes for one in outputs)), self._pool)
+        # The driver's own memory is in no pool; other threads may have taken some of what is gone.
+        taken = min(free - torch.cuda.mem_get_info(self.device)[0], grown + MOST_DRIVER_BYTES)
+        return _CudaRecording(graph, outputs, max(taken, grown, sum(one.nbytes for one in outputs)), self._pool)
 
 
 class _Pool:

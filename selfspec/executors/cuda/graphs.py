@@ -123,7 +123,7 @@ class Storages:
         """The storage of a cache that `lend` returned; None for other caches."""
         return next((one for one in self._all if one.user is cache), None)
 
-    def lend(self, num_pages: int, page_size: int) -> tuple[PagedCache, list[Storage]]:
+    def lend(self, num_pages: int, page_size: int, num_layers: int = 0) -> tuple[PagedCache, list[Storage]]:
         """A zeroed cache of this size, and the storages that were dropped for it.
 
         An unused storage of the same page size that is large enough is reused. If there is none, all unused storages
@@ -136,7 +136,7 @@ class Storages:
             storage.cache.clear()
             idle = []
         else:
-            storage = Storage(PagedCache(num_pages, page_size))
+            storage = Storage(PagedCache(num_pages, page_size, num_layers))
             self._all = [one for one in self._all if one not in idle] + [storage]
         lent = PagedCache(num_pages, page_size, shares=storage.cache)
         storage.lent = weakref.ref(lent)

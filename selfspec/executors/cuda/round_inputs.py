@@ -66,7 +66,7 @@ class RoundInputs:
     """
 
     def __init__(self, key: RoundKey, cache: PagedCache, device: torch.device, part: HeldSubset | None = None) -> None:
-        self.key, self.part, self.records = key, part, HostRecords()
+        self.key, self.part, self.records = key, part, HostRecords(device)
         self._tables: Sequence[Sequence[int]] = ()
         self.rows = torch.zeros((key.slots, GIVEN + key.width), dtype=torch.int64, device=device)
         self.pages = torch.zeros((key.slots, cache.pages_for(key.most_tokens)), dtype=torch.int32, device=device)
@@ -113,15 +113,16 @@ def read_record(record: Tensor, num_rows: int, key: RoundKey, reports_confidence
 class HostRecords:
     """A ring of records on the host, pinned where the device is CUDA. A copy to it does not wait for the device."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
         self._ring: list[tuple[Tensor, Any]] = []  # each with the event after its copy
         self._next = 0
 
     def send(self, record: Tensor) -> int:
         """Begin to copy a record to the host, and return its index in the ring. The copies keep their order."""
         if not self._ring:
-            like = {"dtype": record.dtype, "pin_memory": record.is_cuda}
-            events = [torch.cuda.Event() if record.is_cuda else None for _ in range(MAX_IN_FLIGHT)]
+            like = {"dtype": record.dtype, "pin_memory": self._is_cuda}
+            events = [torch.cuda.Event() if self._is_cuda else None for _ in range(MAX_IN_FLIGHT)]
             self._ring = [(torch.empty(record.shape, **like), event) for event in events]  # type: ignore[call-overload]
         at, self._next = self._next, (self._next + 1) % MAX_IN_FLIGHT
         held, event = self._ring[at]

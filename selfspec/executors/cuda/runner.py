@@ -7,8 +7,8 @@ replaying a CUDA graph does not.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -19,6 +19,7 @@ from selfspec.control.costs import RoundLimits
 from selfspec.core import UNBOUNDED_ROUNDS, Plan
 from selfspec.executors.cuda.body_choice import Measure, choose_body
 from selfspec.executors.cuda.capture import Body, CannotCapture, Capture, CudaCapture, Recording
+from selfspec.executors.cuda.device_work import DeviceWork, current
 from selfspec.executors.cuda.graphs import Graphs, Recorded, Storages
 from selfspec.executors.cuda.round_inputs import RoundInputs, RoundKey, RoundRow, RowResult
 from selfspec.executors.cuda.rounds import RecordedRounds
@@ -31,6 +32,7 @@ from selfspec.model.draft_vocabulary import HeldSubset
 from selfspec.model.kv_cache import PackedRows, PagedCache
 from selfspec.model.quantized import is_dense
 from selfspec.model.self_check import TOLERANCE, split_error
+from selfspec.progress import report
 
 T = TypeVar("T")
 _log = logging.getLogger("selfspec")
@@ -57,16 +59,23 @@ def install(
         if split.device.type != "cuda" or not has_triton():
             return
         make = Runner.on_cuda
-    try:
-        split.runner = make(split)
-        problem = _problem_of(split)
-    except Exception as raised:  # compilers and drivers raise exceptions of any type
-        problem = f"{type(raised).__name__}: {raised}"
-    if problem:
-        _log.warning("decoding from graphs does not serve this model here (%s), so it is decoded eagerly", problem)
-        split.runner = None
-        return
-    choose_body(split, split.runner, owned, lambda: _problem_of(split), measure)
+    begun = perf_counter()
+    with current(split.device):
+        try:
+            split.runner = make(split)
+            problem = _problem_of(split)
+        except Exception as raised:  # compilers and drivers raise exceptions of any type
+            problem = f"{type(raised).__name__}: {raised}"
+        if problem:
+            _log.warning("decoding from graphs does not serve this model here (%s), so it is decoded eagerly", problem)
+            split.runner = None
+            return
+        choose_body(split, split.runner, owned, lambda: _problem_of(split), measure)
+    graphs = split.runner.graphs
+    report(
+        "checked decoding from graphs: %d recordings in %.1f s, %.0f MiB",
+        graphs.num_recorded, perf_counter() - begun, graphs.num_bytes / (1 << 20),
+    )  # fmt: skip
 
 
 def _problem_of(split: Any) -> str:
@@ -108,8 +117,9 @@ class Runner:
         self._addresses = self._addresses_now()
         self._parts = WeakValueDictionary[int, HeldSubset]()  # by size; recordings hold them
         self._given: dict[bool, Tensor] = {}  # input buffers of layers, for tokens and for hidden states
+        self._failed = set[Any]()  # keys of what cannot be recorded, with the caches that there are, though others can
         # A target may serve several threads; buffers and the memory of recordings are shared.
-        self._lock: threading.Lock = threading.Lock() if shares is None else shares._lock
+        self._lock: DeviceWork = DeviceWork(split.device) if shares is None else shares._lock
 
     @classmethod
     def on_cuda(cls, split: Any, budget: int = BUDGET) -> Runner:
@@ -129,7 +139,8 @@ class Runner:
     def new_cache(self, num_pages: int, page_size: int) -> PagedCache:
         """A KV cache whose rows can be run from recordings. It may reuse pages and recordings of earlier caches."""
         with self._lock:
-            cache, dropped = self.storages.lend(num_pages, page_size)
+            cache, dropped = self.storages.lend(num_pages, page_size, self.split.num_layers)
+            self._failed.clear()
             self.graphs.forget(lambda key: any(key[0] is one for one in dropped))  # type: ignore[index]
             return cache
 
@@ -277,18 +288,33 @@ class Runner:
         Recording runs a round on its inputs, so that they must be filled again.
         """
         made = self.graphs.get(key)
-        if made is not None:
+        if made is not None or key in self._failed:
             return made
-        try:
-            return self.graphs.record(key, *prepare())
-        except CannotCapture as problem:
-            self.refused = problem.operation
-            _log.warning(
-                "this model cannot be captured in graphs (%s: %s), so it is decoded eagerly, which is slower",
-                problem.operation, problem.reason,
-            )  # fmt: skip
+        for is_again in (False, True):
+            try:
+                return self.graphs.record(key, *prepare())
+            except torch.OutOfMemoryError:
+                if is_again:
+                    _log.warning("no memory is left for a recording, so that rounds of its shape are decoded eagerly")
+                    self._failed.add(key)
+                    return None
+            except CannotCapture as problem:
+                self._refuse(key, problem)
+                return None
             self.graphs.forget(lambda key: True)
-            return None
+        return None
+
+    def _refuse(self, key: Any, problem: CannotCapture) -> None:
+        """Decode eagerly what could not be recorded: its key; or everything, where nothing ever was recorded."""
+        what = "a round of this shape" if self.graphs.num_recorded else "this model"
+        _log.warning(
+            "%s cannot be captured in graphs (%s: %s), so it is decoded eagerly, which is slower",
+            what, problem.operation, problem.reason,
+        )  # fmt: skip
+        if self.graphs.num_recorded:
+            self._failed.add(key)
+        else:
+            self.refused = problem.operation
 
     def _buffer(self, given: Tensor) -> Tensor | None:
         """The shared input buffer for tokens or hidden states; None if its shape or dtype does not fit `given`."""

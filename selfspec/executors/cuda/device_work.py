@@ -1,0 +1,51 @@
+"""`DeviceWork`: what several threads give one device, in one order."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """A context within which a CUDA device is the current one, as its kernels and events need."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+class DeviceWork:
+    """A lock under which work is given to a device, in the order of the lock, whatever streams its holders use.
+
+    Recordings share memory, so that no two may run at once: what a stream is given first waits on the device for what
+    the stream before was given. While the lock is held, its device is the current one: events are recorded, and kernels
+    launched, on the current device's stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._lock = device, threading.Lock()
+        self._guard: Any = None
+        self._last: Any = None  # the stream that was given work last
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if self.device.type != "cuda":
+            return
+        guard = torch.cuda.device(self.device)
+        try:
+            guard.__enter__()
+            self._guard, stream = guard, torch.cuda.current_stream(self.device)
+            if self._last is not None and stream != self._last:
+                stream.wait_stream(self._last)
+            self._last = stream
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        guard, self._guard = self._guard, None
+        try:
+            if guard is not None:
+                guard.__exit__(*error)
+        finally:
+            self._lock.release()
