@@ -61,8 +61,8 @@ class Conversation:
         if text:
             try:
                 self._sampling = replace(self._sampling, temperature=float(text))
-            except ValueError as problem:
-                say(f"/temperature needs a number of at least 0 ({problem})", RUN)
+            except ValueError:
+                say(f"/temperature needs a number of at least 0, got {text!r}", RUN)
                 return
         told = self._sampling.temperature
         self._status.say("temperature: the model's own" if told is None else f"temperature: {told:g}")

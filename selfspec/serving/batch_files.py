@@ -14,7 +14,7 @@ try:
 except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+ROUTES = {"prompt": "/v1/completions", "messages": "/v1/chat/completions", "input": "/v1/responses"}  # by a field
 Answer = dict[str, Any]
 
 
@@ -97,9 +97,9 @@ def _parse(number: int, custom_id: str, given: dict[str, Any]) -> Line:
     if not isinstance(body, dict):
         raise ValueError(f"body must be an object, got {type(body).__name__}")
     url = given.get("url") if "body" in given else None
-    url = url or (CHAT if "messages" in body else COMPLETIONS)
-    if url not in (COMPLETIONS, CHAT):
-        raise ValueError(f"url must be {COMPLETIONS} or {CHAT}, got {json.dumps(url)}")
+    url = url or next((route for name, route in ROUTES.items() if name in body), ROUTES["prompt"])
+    if url not in ROUTES.values():
+        raise ValueError(f"url must be one of {', '.join(ROUTES.values())}, got {json.dumps(url)}")
     if body.get("stream"):
         raise ValueError("stream must be false in a batch")
     if body.get("seed") is None:
@@ -211,7 +211,8 @@ def _has_failed(answer: Answer) -> bool:
 def _row(answer: Answer) -> dict[str, Any]:
     response = answer["response"] or {}
     body = response.get("body") or {}
-    [first] = body.get("choices", [{}])[:1]
-    text = first.get("text", first.get("message", {}).get("content"))
+    [first] = body.get("choices", body.get("output", [{}]))[:1]
+    [part] = (first.get("content") or [{}])[:1]
+    text = first.get("text", part.get("text") if "output" in body else first.get("message", {}).get("content"))
     row = {name: None if answer[name] is None else json.dumps(answer[name]) for name in ("response", "error")}
     return {"custom_id": answer["custom_id"], "text": text, "status_code": response.get("status_code"), **row}

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from selfspec import LLM, SamplingParams, SpeculativeConfig
+from selfspec.serving.batch_files import _row
 from tests import cli_fixtures
 from tests.cli_fixtures import TEMPLATE, assert_refused, save_model
 from tests.serving import replica
@@ -52,7 +53,10 @@ def read(file):
 
 def text_of(answer):
     assert answer["error"] is None and answer["response"]["status_code"] == 200, answer
-    [choice] = answer["response"]["body"]["choices"]
+    body = answer["response"]["body"]
+    if "output" in body:
+        return body["output"][0]["content"][0]["text"]
+    [choice] = body["choices"]
     return choice["message"]["content"] if "message" in choice else choice["text"]
 
 
@@ -72,15 +76,18 @@ def test_lines_of_every_shape_get_the_librarys_texts(run, folder, llm, tmp_path)
             "url": "/v1/chat/completions",
             "body": {"messages": messages, "max_tokens": 6, "temperature": 0},
         },
+        {"custom_id": "response", "input": "Hi", "max_output_tokens": 6, "temperature": 0},
     ]
     done = run("batch", folder, "--input", written(tmp_path / "in", lines), "--output", tmp_path / "out", *DRAFTS)
-    assert done.code == 0 and "4 lines answered, 0 of them with an error; 0 were before" in done.err
+    assert done.code == 0 and "5 lines answered, 0 of them with an error; 0 were before" in done.err
     texts = {name: text_of(answer) for name, answer in read(tmp_path / "out").items()}
     whole = SamplingParams(max_tokens=20, temperature=0.8, seed=5)
     asked = [("Hello", whole), ("x", SamplingParams(max_tokens=9)), ([72, 105], SamplingParams(max_tokens=4))]
     wanted = [llm.generate(prompt, params)[0].outputs[0].text for prompt, params in asked]
     wanted.append(llm.chat(messages, SamplingParams(max_tokens=6))[0].outputs[0].text)
-    assert texts == dict(zip(("whole", "7", "line-3", "chat"), wanted, strict=True))
+    wanted.append(wanted[-1])
+    assert texts == dict(zip(("whole", "7", "line-3", "chat", "response"), wanted, strict=True))
+    assert [_row(answer)["text"] for answer in read(tmp_path / "out").values()] == [*texts.values()]
 
 
 def test_a_bad_line_is_an_error_line_and_the_others_are_answered(run, folder, tmp_path):
