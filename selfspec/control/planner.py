@@ -107,7 +107,7 @@ class Candidates:
         """Maximum draft length."""
         self._is_allowed = self.longest >= _LENGTHS
         if not self.stops_early:
-            self._is_allowed &= np.isin(_LENGTHS, [length for length in RECORDED_LENGTHS if length <= most])
+            self._is_allowed &= np.isin(_LENGTHS, [min(length, most) for length in RECORDED_LENGTHS])
         self.seconds, self._most_seconds = np.array([times.drafts(drafter) for drafter in drafters]), most_seconds
         """`[drafters, L - 1, MOST + 1]`: seconds of rounds in which every row drafts 0, 1, .., `MOST` tokens."""
 

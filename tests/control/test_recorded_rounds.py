@@ -33,7 +33,7 @@ def test_drafts_have_few_lengths_and_no_stop_rule(right):
 def test_a_users_limit_is_part_of_the_decision(most):
     given = recorded()
     done = play(Adaptive(given, most=most), given, 200)
-    assert max(max(one.plan.draft_lengths) for one in done) == {1: 1, 5: 4, 30: 15}[most]
+    assert max(max(one.plan.draft_lengths) for one in done) == {1: 1, 5: 5, 30: 7}[most]
 
 
 def test_a_length_is_kept_where_another_gains_little():
@@ -72,7 +72,7 @@ def test_limits_are_kept_in_a_profile():
 @pytest.mark.parametrize("num_layers", [2, 3, 4, 30, 32, 80])
 def test_exit_layers_lie_in_the_first_half(num_layers):
     exits = recorded_exits(num_layers)
-    assert exits[0] >= 1 and exits[-1] <= -(-num_layers // 2) and len(exits) <= 8
+    assert exits[0] >= 1 and exits[-1] <= -(-num_layers // 2) and len(exits) <= 3
 
 
 def test_other_exit_layers_can_be_asked_for():
