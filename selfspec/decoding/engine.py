@@ -132,6 +132,8 @@ class LLMEngine:
         examples = None if learner is None else learner.take
         self._executors = executors_for(split, cache, Picker(split), examples)
         self._round_seconds = 0.0  # of the last round
+        self.num_preemptions = 0
+        """How often a sequence gave its place up for a while, for want of pages."""
 
     def _new_cache(self, num_tokens: int | None, page_size: int | None, has_prefixes: bool) -> Any:
         if num_tokens is None:
@@ -380,6 +382,7 @@ class LLMEngine:
             parked = [one for one in self.running if one.is_prefilled and not self._scheduler.extended(one)]
             if not parked or len(parked) < len(self.running):
                 return not parked
+            self.num_preemptions += 1
             self._scheduler.requeue(self.running[-1])
             self.running = self.running[:-1]
 

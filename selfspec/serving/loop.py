@@ -166,6 +166,7 @@ class EngineLoop:
 
     def _step(self, engine: LLMEngine) -> None:
         """A program. An error that ends a request is that request's own; any other is the engine's."""
+        preempted = engine.num_preemptions
         before, rounds, start = engine.num_running + engine.num_waiting, list[RoundOutput](), monotonic()
         try:
             outputs = engine.step(rounds.append)
@@ -174,7 +175,7 @@ class EngineLoop:
                 raise
             _log.warning("a request failed; the others go on", exc_info=True)
             return  # the next step says which
-        self._metrics.program(rounds)
+        self._metrics.program(rounds, engine.num_preemptions - preempted)
         now = monotonic()
         self._update.work.add(work_of(rounds, now - start))
         if self._unstarted:

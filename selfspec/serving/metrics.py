@@ -54,7 +54,8 @@ class Metrics:
         self._n = histogram("vllm:request_params_n", "`n` of requests.", buckets=LENGTHS)
         self._asked = histogram("vllm:request_params_max_tokens", "`max_tokens` of requests.", buckets=TOKENS)
         self._iteration = histogram("vllm:iteration_tokens_total", "New tokens of a program.", buckets=TOKENS)
-        gauge("vllm:num_preemptions", "Sequences that lost their place: none ever does.")
+        preempted = "How often an output gave its place up for a while, for want of memory."
+        self._preemptions = counter("vllm:num_preemptions", preempted)
         http: dict[str, Any] = {"registry": self.registry}
         self._http = Counter("http_requests", "Answers.", ("handler", "method", "status"), **http)
         self._http_seconds = Histogram(
@@ -94,8 +95,9 @@ class Metrics:
         self._waiting.set_function(waiting)
         self._kv_usage.set_function(kv_usage)
 
-    def program(self, rounds: Sequence[RoundOutput]) -> None:
-        """Count the rounds of a program, all at once."""
+    def program(self, rounds: Sequence[RoundOutput], num_preemptions: int) -> None:
+        """Count the rounds of a program, all at once, and the places that were given up before it."""
+        self._preemptions.inc(num_preemptions)
         sums, num_tokens = defaultdict[Any, float](float), 0
         for round_ in rounds:
             seconds = round_.seconds

@@ -19,17 +19,6 @@ SHOW = (
 CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
 
 
-@pytest.fixture(scope="module")
-def llm():
-    return speaker()
-
-
-@pytest.fixture(scope="module")
-def served(llm):
-    with serving(llm, max_num_seqs=8) as made:
-        yield made
-
-
 @pytest.fixture
 def shown(llm, served, monkeypatch):
     """Asks by a template that writes messages as JSON; what it wrote."""

@@ -75,6 +75,14 @@ def test_what_can_never_fit_is_refused_and_what_is_promised_is_served():
         assert [len(one["token_ids"]) for one in several["choices"]] == [28, 60]
 
 
+def test_places_that_are_given_up_for_want_of_memory_are_counted(pool, monkeypatch):
+    monkeypatch.setattr("selfspec.serving.server.CHAT_TOKENS", 16)
+    with serving(speaker(), max_num_seqs=2, max_num_cached_tokens=512) as served:
+        answers = list(pool.map(lambda text: served.chat(text, ignore_eos=True).json(), ("one", "other")))
+        assert [answer["usage"]["total_tokens"] for answer in answers] == [512, 512]
+        assert served.metric("vllm:num_preemptions_total") >= 1
+
+
 @pytest.mark.parametrize("sizes", [{"max_num_seqs": 1}, {"max_num_seqs": 3}, {"max_model_len": 77}])
 def test_max_model_len_is_served_whatever_the_batch(sizes):
     with serving(speaker(), **sizes) as served:

@@ -14,7 +14,8 @@ from tests.serving.server import serving, speaker
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 OTHERS = {  # which dashboards and rules for vLLM read
-    "vllm:cache_config_info", "vllm:iteration_tokens_total", "vllm:num_preemptions", "vllm:request_decode_time_seconds",
+    "vllm:cache_config_info", "vllm:iteration_tokens_total", "vllm:num_preemptions_total",
+    "vllm:request_decode_time_seconds",
     "vllm:request_inference_time_seconds", "vllm:request_params_max_tokens", "vllm:request_params_n",
     "vllm:request_prefill_time_seconds",
 }  # fmt: skip

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from selfspec import SamplingParams
-from tests.serving.server import MODEL, PATIENCE, serving, speaker
+from tests.serving.server import MODEL, PATIENCE, serving
 
 GREEDY = {"temperature": 0}
 MESSAGES = [{"role": "user", "content": "Who are you?"}]
@@ -16,19 +16,8 @@ PROMPTS = ["def mean(values):", "Hä?", "\N{GRINNING FACE}", "abcabcabcabc"]
 
 
 @pytest.fixture(scope="module")
-def llm():
-    return speaker()
-
-
-@pytest.fixture(scope="module")
 def served(llm):
     with serving(llm, max_num_seqs=64) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def client(served):
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=PATIENCE, max_retries=0) as made:
         yield made
 
 

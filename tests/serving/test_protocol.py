@@ -16,7 +16,7 @@ from selfspec.serving.messages import MessagesRequest
 from selfspec.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from selfspec.serving.responses import ResponsesRequest
 from tests.models import build
-from tests.serving.server import MODEL, serving, speaker
+from tests.serving.server import MODEL, serving
 
 KEY = "correct horse"
 BODIES = {
@@ -26,17 +26,6 @@ BODIES = {
     "/v1/messages": MessagesRequest,
 }
 DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
-
-
-@pytest.fixture(scope="module")
-def llm():
-    return speaker()
-
-
-@pytest.fixture(scope="module")
-def served(llm):
-    with serving(llm, max_num_seqs=8) as made:
-        yield made
 
 
 def refused(answer, status, *words, param=None, code=None):

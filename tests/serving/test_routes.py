@@ -11,7 +11,7 @@ import pytest
 from selfspec import SamplingParams
 from selfspec.serving.refusal import Refusal
 from selfspec.serving.store import ResponseStore
-from tests.serving.server import MODEL, PATIENCE, eventually, serving, speaker
+from tests.serving.server import MODEL, eventually, serving
 from tests.serving.test_protocol import refused
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
@@ -19,19 +19,8 @@ KEYS = ("correct horse", "second-key")
 
 
 @pytest.fixture(scope="module")
-def llm():
-    return speaker()
-
-
-@pytest.fixture(scope="module")
 def served(llm):
     with serving(llm, max_num_seqs=8, aliases=("other/name",)) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def client(served):
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=PATIENCE, max_retries=0) as made:
         yield made
 
 
