@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -97,3 +98,23 @@ def test_a_wheel_decodes_by_its_engine_where_no_compiler_is_on_the_path(tmp_path
         PROMPT, selfspec.SamplingParams(max_tokens=16, temperature=0)
     )
     assert tokens == list(wanted.outputs[0].token_ids)
+
+
+ARM = [one for one in prebuilt.LIBRARIES if one.machine == "aarch64"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("ziglang") is None or shutil.which("qemu-aarch64") is None,
+    reason="ziglang or the emulator qemu-aarch64 is not installed",
+)
+@pytest.mark.parametrize("library", ARM, ids=[one.name for one in ARM])
+def test_products_are_right_on_aarch64_in_an_emulator(tmp_path, library):
+    kernels, flags = compiler.SOURCES, [flag for flag in prebuilt.FLAGS if flag not in ("-shared", "-fPIC", "-O3")]
+    sources = [ROOT / "tests" / "kernels" / "products.cpp", kernels / "body.cpp", kernels / "rows.cpp"]
+    zig = [sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-linux-musl", "-static", "-O2"]
+    made = tmp_path / "products"
+    command = [*zig, f"-mcpu={library.cpu}", *flags, f"-I{kernels}", *sources, "-o", made]
+    subprocess.run(command, check=True)
+    done = subprocess.run(["qemu-aarch64", made], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
