@@ -522,3 +522,12 @@ def test_the_demo_can_be_inspected_and_asked_for_by_name(run, monkeypatch):
 def test_the_tokenizer_is_saved_where_asked(run, model_folder, tmp_path):
     assert run("inspect", model_folder, "--json", "--save-tokenizer", tmp_path / "made").code == 0
     assert (tmp_path / "made" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "batch"])
+def test_help_cuts_no_name_in_a_narrow_terminal(run, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    shown = run(command, "--help").out
+    assert f"selfspec {command}" in shown and "--" in shown
+    assert "…" not in shown and max(map(len, shown.splitlines())) <= 80

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -174,6 +174,28 @@ def _corpus(context: typer.Context) -> None:
         raise Failure("a command is missing, build or info; see 'selfspec corpus --help'")
 
 
+class _Folding:
+    """Makes texts of help as `own` does, which go on in the next line where their column ends; typer cuts them."""
+
+    def __init__(self, own: Callable[[Any], Any]) -> None:
+        self.own = own
+
+    def __call__(self, text: Any) -> Any:
+        made = self.own(text)
+        made.overflow = "fold"
+        return made
+
+
+def _show_whole_names() -> None:
+    """Show long names of options whole in narrow terminals."""
+    from typer import rich_utils
+
+    for name in ("highlighter", "negative_highlighter"):
+        own = getattr(rich_utils, name)
+        if not isinstance(own, _Folding):
+            setattr(rich_utils, name, _Folding(own))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code. Expected trouble is one sentence on stderr."""
     if sys.stdout is None:
@@ -181,6 +203,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # what a terminal cannot show is no reason to stop
     try:
+        if {"-h", "--help"}.intersection(sys.argv[1:] if arguments is None else arguments):
+            _show_whole_names()
         code = app(arguments, prog_name="selfspec", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
