@@ -11,47 +11,47 @@ from __future__ import annotations
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter, time
-from typing import Any, NamedTuple
+from time import time
 
 import torch
-from torch.autograd import DeviceType  # type: ignore[attr-defined]
-from torch.profiler import ProfilerActivity, profile
 
 from eval.config import config_of, parser_of
-from eval.figures import table
+from eval.gpu_figures import DRAFT_TOKENS, Cell, figures, render
 from eval.gpu_peers import TRANSFORMERS, folder_rate, read_peer, transformers_rate
-from eval.measurement import ROOT, device, machine, no_garbage_collection, rates, rounded, synchronize, timed
-from eval.models import params_of, with_policy
+from eval.gpu_rates import (
+    TEMPERATURE,
+    Record,
+    Rows,
+    device_speed,
+    first_token,
+    launches,
+    prefill_rate,
+    recordings_of,
+    sizes_of,
+)
+from eval.measurement import ROOT, device, machine, rounded
+from eval.models import with_policy
 from eval.shapes import SHAPES
-from eval.synthetic import Synthetic, random_prompts, synthetic_target
+from eval.synthetic import Synthetic, synthetic_target
 from selfspec import LLM
-from selfspec.core import RoundOutput
-from selfspec.decoding.engine import LLMEngine
 from train.configuration import as_plain, build, check, check_least, flags_given, option
 
-TEMPERATURE = 0.5  # of all rows but those of peers: the acceptance of greedy outputs differs from the set one by 0.1
-DRAFT_TOKENS = 4  # of "fixed" and of transformers' early exit
 OWN = ("plain", "fixed", "adaptive")
+ADAPTIVE = (
+    "adaptive, again",
+    "adaptive:exit",
+    "adaptive, hopeless",
+    "plain, hopeless",
+)  # beside "adaptive", the cold one
 NUM_FIRST = 2  # batch sizes that are measured before all others
-PAGE = 256  # tokens; the memory of a row is a multiple of it, as any attention backend needs
-WARM_ROUNDS, BUSY_ROUNDS, PREFILL_REPEATS = 4, 12, 3
-NEAR = 0.1  # of the wanted acceptance, within which a speedup of fixed is judged
 FIRST_SECONDS = 160.0  # minimum of the first shape in a short run
 GRACE = 30.0  # seconds that a process may exceed its time
 OPENING, LOST = "opening", 3  # the measurement's name while a shape is opened; exit code after a lost CUDA context
-COLUMNS = (
-    *("tokens/s", "lowest", "highest", "acceptance", "over plain", "over hf", "over best fixed", "wall ms", "floor ms"),
-    *("wall / floor", "busy ms", "busy / floor", "host share", "kernels a layer"),
-)
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,7 @@ class GpuConfig:
     )
     draft_lengths: tuple[int, ...] = option((2, 6), f"Other draft lengths of fixed than {DRAFT_TOKENS}.")
     acceptance: float = option(0.8, "Acceptance of the targets at an eighth of the layers, 0.05..1.")
+    launches: bool = option(False, "Time each launch of a fused layer alone at 1, 5, 32 and 160 tokens.")
     peer: tuple[str, ...] = option((), "Folders of peers, each with a selfspec_peer.json; see docs/measurements.md.")
     dtype: str = option("bfloat16", "Number format of the weights.")
     device: str = option("cuda", "Device; 'cpu' is for trying the command.")
@@ -94,17 +95,6 @@ class GpuConfig:
         check(len(set(names)) == len(names), "peer", "folders of different names", names)
 
 
-class Cell(NamedTuple):
-    """One measurement: a method at a batch size and context."""
-
-    context: int
-    batch: int
-    method: str
-
-    def __str__(self) -> str:
-        return f"{self.method}, batch {self.batch}, context {self.context}"
-
-
 def cells_of(config: GpuConfig) -> list[Cell]:
     """All measurements, the most important first, without repetition."""
     first, *longer = dict.fromkeys(config.contexts)
@@ -113,6 +103,9 @@ def cells_of(config: GpuConfig) -> list[Cell]:
     found = [Cell(first, batch, method) for batch in batches[:NUM_FIRST] for method in config.methods]
     found[len(config.methods) : len(config.methods)] = [Cell(first, 1, "hf")] if 1 in peers else []
     found += [Cell(first, batch, method) for batch in batches for method in ("plain", "adaptive")]
+    found += [Cell(first, 1, "launches")] if config.launches else []
+    found += [Cell(first, batch, method) for batch in peers for method in ADAPTIVE]
+    found += [Cell(first, 1, "first token")]
     found += [Cell(first, batch, "plain, exact") for batch in peers]
     found += [Cell(context, 1, "prefill") for context in (first, *longer)]
     lengths = [f"fixed:{length}" for length in config.draft_lengths]
@@ -121,172 +114,6 @@ def cells_of(config: GpuConfig) -> list[Cell]:
     found += [Cell(first, 1, "hf early exit")] if 1 in peers else []
     found += [Cell(context, batch, method) for context in longer for batch in peers for method in (*OWN, "hf")]
     return list(dict.fromkeys([*found, *([Cell(first, 1, "hf static")] if 1 in peers else [])]))
-
-
-# ------------------------------------------------------------------------------------------------------------- rates
-
-
-@dataclass(slots=True)
-class Counts:
-    """What the measured steps of an engine did."""
-
-    steps: list[tuple[float, int]] = field(default_factory=list)  # seconds and tokens of all rows
-    rounds: int = 0
-    judged: int = 0  # drafted tokens up to the first wrong one
-    accepted: int = 0
-    held: float = 0.0  # tokens of a row, summed over rounds
-    plans: Counter[str] = field(default_factory=Counter)  # rounds by exit layer
-
-    def add(self, seconds: float, rounds: Sequence[RoundOutput], context: float) -> float:
-        """Add a step whose rows hold `context` tokens at first; returns how many they hold then."""
-        tokens = 0
-        for round_ in rounds:
-            self.held += context
-            context += sum(len(row.token_ids) for row in round_.rows) / len(round_.rows)
-            tokens += sum(len(row.token_ids) for row in round_.rows)
-            self.judged += sum(row.num_judged for row in round_.rows)
-            self.accepted += sum(row.num_accepted for row in round_.rows)
-            self.plans["plain" if round_.exit_layer is None else str(round_.exit_layer)] += 1
-        self.rounds += len(rounds)
-        self.steps.append((seconds, tokens))
-        return context
-
-    def as_dict(self) -> Record:
-        acceptance = self.accepted / self.judged if self.judged else None
-        about = {"acceptance": acceptance, "mean_context": self.held / self.rounds, "plans": dict(self.plans)}
-        return {**rates(self.steps), "rounds": self.rounds, **about}
-
-
-class Rows:
-    """Rows of random prompts in an engine, which begin again where they end.
-
-    Args:
-        clock: seconds.
-    """
-
-    def __init__(
-        self, llm: LLM, batch: int, context: int, new_tokens: int, clock: Callable[[], float] = perf_counter
-    ) -> None:
-        share = -(-(context + new_tokens) // PAGE) * PAGE
-        self.engine: LLMEngine = llm.engine(
-            max_num_seqs=batch, max_num_cached_tokens=batch * share, prefill_chunk=batch * context
-        )
-        self.prompts = random_prompts(llm.target.split.vocab_size, batch, context, seed=3)
-        self.device, self.context, self.new_tokens, self.clock = llm.target.split.device, context, new_tokens, clock
-        self.num_begun = 0
-
-    def full_steps(self) -> Iterator[tuple[float, list[RoundOutput], float]]:
-        """Endless steps in which all rows decode and no prompt is read: seconds, rounds, tokens that a row held."""
-        while True:
-            for at, prompt in enumerate(self.prompts):
-                params = params_of(self.new_tokens, TEMPERATURE, seed=self.num_begun)
-                self.engine.add_request(str(at), prompt, params)
-                self.num_begun += 1
-            held, is_full = float(self.context), False
-            while self.engine.has_unfinished_requests():
-                rounds, begun = list[RoundOutput](), self.clock()
-                is_ended = any(output.finished for output in self.engine.step(rounds.append))
-                synchronize(self.device)
-                seconds = self.clock() - begun
-                if is_full:
-                    yield seconds, rounds, held
-                is_full = all(len(one.rows) == len(self.prompts) for one in rounds)
-                held += sum(len(row.token_ids) for one in rounds for row in one.rows) / len(self.prompts)
-                if is_ended:
-                    break
-            self.stop()
-
-    def stop(self) -> None:
-        """End all rows."""
-        for at in range(len(self.prompts)):
-            self.engine.abort(str(at))
-        while self.engine.has_unfinished_requests():
-            self.engine.step()
-
-    def rate(self, warm: float, window: float) -> Record:
-        """Tokens per second over at least `window` seconds of steps, after `warm` seconds and a few rounds."""
-        done, start, num_rounds = Counts(), self.clock(), 0
-        with no_garbage_collection():
-            for seconds, rounds, held in self.full_steps():
-                num_rounds += len(rounds)
-                if done.rounds or (self.clock() - start >= warm and num_rounds > WARM_ROUNDS):
-                    done.add(seconds, rounds, held)
-                    if sum(seconds for seconds, _ in done.steps) >= window:
-                        return done.as_dict()
-        raise AssertionError("steps do not end")
-
-    def busy(self) -> Record:
-        """Seconds that the device is busy per round, and its kernels and launches, by torch's profiler.
-
-        Raises:
-            ValueError: the device is no GPU, or its profiling library (CUPTI) reports nothing.
-        """
-        if self.device.type != "cuda":
-            raise ValueError("busy time is known of a CUDA device only")
-        num_rounds, steps = 0, self.full_steps()
-        next(steps)
-        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
-            while num_rounds < BUSY_ROUNDS:
-                num_rounds += len(next(steps)[1])
-        self.stop()
-        return {name: value / num_rounds for name, value in counted(seen.key_averages()).items()}
-
-
-def counted(events: Iterable[Any]) -> dict[str, float]:
-    """What the events of a profile say. Launches on the host include their kernels' time, so it is not added up."""
-    events = list(events)
-    done = [e for e in events if e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False)]
-    kernels = sum(e.count for e in done if not e.key.startswith(("Memcpy", "Memset")))
-    launches = [e for e in events if e.device_type == DeviceType.CPU and "Launch" in e.key and e.key.startswith("cu")]
-    if not kernels:
-        raise ValueError("torch's profiler reports no kernels; CUPTI may be refused on this machine")
-    seconds = sum(e.self_device_time_total for e in done) / 1e6
-    return {"busy_seconds": seconds, "kernels": kernels, "launches": sum(e.count for e in launches)}
-
-
-def prefill_rate(llm: LLM, context: int) -> Record:
-    """Tokens per second of reading a prompt and writing a token, and of transformers' forward as `generate` makes it;
-    the medians of the repeats, after one that is not counted."""
-    split, found, seconds = llm.target.split, list[float](), list[float]()
-    ids = torch.tensor(random_prompts(split.vocab_size, 1, context, seed=5), device=split.device)
-
-    def by_transformers() -> None:
-        with torch.inference_mode():
-            split.model(ids, use_cache=True, logits_to_keep=1)
-
-    engine = llm.engine(max_num_seqs=1, max_num_cached_tokens=(context // PAGE + 2) * PAGE, prefill_chunk=context)
-    for _ in range(PREFILL_REPEATS + 1):
-        engine.add_request("prompt", ids[0].tolist(), params_of(1))
-        found.append(timed(engine.step, split.device)[1])
-        seconds.append(timed(by_transformers, split.device)[1])
-    own, theirs = (statistics.median(each[1:]) for each in (found, seconds))
-    return {"tokens_per_second": context / own, "hf_tokens_per_second": context / theirs}
-
-
-def device_speed(where: torch.device, num_bytes: int = 1 << 30, size: int = 8192, repeats: int = 8) -> dict[str, float]:
-    """`copy_bytes_per_second`, read and written bytes of a large copy; on a GPU also `matmul_flops_per_second`, of a
-    square product in bfloat16. The best of the repeats."""
-    is_gpu = where.type == "cuda"
-    source = torch.zeros(num_bytes if is_gpu else num_bytes >> 4, dtype=torch.uint8, device=where)
-    target = torch.empty_like(source)
-    seconds = min(timed(lambda: target.copy_(source), where)[1] for _ in range(repeats))
-    found = {"copy_bytes_per_second": 2 * source.nbytes / seconds}
-    if is_gpu:
-        a, b = torch.randn(2, size, size, device=where).to(torch.bfloat16)
-        found["matmul_flops_per_second"] = 2 * size**3 / min(timed(lambda: a @ b, where)[1] for _ in range(repeats))
-    return found
-
-
-def sizes_of(target: Synthetic) -> dict[str, float]:
-    """Bytes that a token's forward reads, those of the head among them, those of the head's rows for the default draft
-    vocabulary, and those of a token's keys and values."""
-    model, config = target.split.model, target.split.config.get_text_config()
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    kv = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers * embedding.element_size()
-    unread = 0 if head is embedding else embedding.nbytes  # only one row of an embedding is read
-    drafts = (target.split.default_draft_vocab or len(head)) * head[0].nbytes
-    read = sum(p.nbytes for p in model.parameters()) - unread
-    return {"read_bytes": read, "head_bytes": head.nbytes, "draft_head_bytes": drafts, "kv_bytes_per_token": kv}
 
 
 # -------------------------------------------------------------------------------------------------------- one shape
@@ -307,6 +134,8 @@ class Shape:
         self.device = torch.device(self.config.device)
         self.taken: dict[str, float] = {}  # seconds of the last measurement by kind
         self.llms: dict[str, LLM] = {}
+        self.where: Record = {}  # how targets are made
+        self.hopeless: Synthetic | None = None  # a target whose early layers know nothing
 
     def measure(self) -> None:
         """Measure everything that the record lacks; exits with `LOST` where the device cannot be used any more."""
@@ -317,7 +146,8 @@ class Shape:
             longest = max(self.config.contexts) + 2 * self.config.new_tokens
             where: Record = {"device": self.device, "dtype": getattr(torch, self.config.dtype)}
             where |= {"acceptance": self.config.acceptance, "temperature": TEMPERATURE}
-            self.target = synthetic_target(self.name, max_position_embeddings=longest, **where)
+            self.where = {"max_position_embeddings": longest, **where}
+            self.target = synthetic_target(self.name, **self.where)
         except Exception as problem:
             self.missing(OPENING, problem)
             return
@@ -357,9 +187,15 @@ class Shape:
         llm = self.llm(method)
         if method == "prefill":
             return prefill_rate(llm, context)
+        if method == "first token":
+            return first_token(llm, self.llm("plain, prefix cache"), context)
+        if method == "launches":
+            return {"tokens_per_second": 0.0, "launches": launches(llm.target.split)}
+        before = recordings_of(llm)
         rows = Rows(llm, batch, context, config.new_tokens)
         found = rows.rate(config.warm_seconds, config.window_seconds)
         rows.stop()
+        found |= {name: value - before[name] for name, value in recordings_of(llm).items()}
         llm.keep_statistics(rows.engine)
         if method in ("plain", "fixed") and batch in config.batch_sizes[:NUM_FIRST] and context == config.contexts[0]:
             try:
@@ -371,12 +207,19 @@ class Shape:
     def llm(self, method: str) -> LLM:
         """The target with a method's policy, which goes on with what it learned in earlier measurements."""
         name, _, given = method.removesuffix(", again").partition(":")
-        options: Record = {"policy": name if name in OWN else "plain", "exact": name == "plain, exact"}
+        policy, _, how = name.partition(", ")
+        options: Record = {"policy": policy if policy in OWN else "plain", "exact": how == "exact"}
         if name == "fixed":
             options |= {"exit_layer": self.target.made.exit_layer, "num_speculative_tokens": int(given or DRAFT_TOKENS)}
         if name == "adaptive" and given:
             options["drafters"] = tuple(given.split("+"))
-        return self.llms.setdefault(f"{name}:{given}", with_policy(self.target.llm, **options))
+        if how == "hopeless" and self.hopeless is None:
+            self.hopeless = synthetic_target(self.name, **{**self.where, "acceptance": None})
+        target = self.hopeless if how == "hopeless" and self.hopeless is not None else self.target
+        made = self.llms.setdefault(f"{name}:{given}", with_policy(target.llm, **options))
+        if how == "prefix cache":
+            made._prefix_cache, made.prefix_cache_tokens = True, 2 * max(self.config.contexts)
+        return made
 
     def trying(self, what: str) -> None:
         """Write what is measured now, so that a process that dies is known to have died of it."""
@@ -455,80 +298,6 @@ def run(config: GpuConfig, path: Path, measure: Callable[[Path, str, float], str
     record["complete"] = True
     save(path, record)
     return record
-
-
-# ------------------------------------------------------------------------------------------------------------- figures
-
-
-def floor_seconds(found: Mapping[str, Any], cell: Mapping[str, Any]) -> float:
-    """Seconds to read what a round of plain or fixed must read, by the measured copy bandwidth.
-
-    All rows share the weights. A fixed round runs the early layers once for every drafted token and once more for the
-    last one, then the other layers; the head's rows of the draft vocabulary once for every drafted token, and the whole
-    head once for all of them.
-    """
-    about, sizes = found["target"], found["sizes"]
-    depth, drafted = (about["exit_layer"], DRAFT_TOKENS) if cell["method"] == "fixed" else (0, 0)
-    passes = 1 + drafted * depth / about["num_layers"]
-    held = cell["batch"] * cell["mean_context"] * sizes["kv_bytes_per_token"]
-    layers = sizes["read_bytes"] - sizes["head_bytes"] + held
-    heads = sizes["head_bytes"] + drafted * sizes["draft_head_bytes"]
-    return float((passes * layers + heads) / found["speed"]["copy_bytes_per_second"])
-
-
-def figures(found: Mapping[str, Any]) -> list[Record]:
-    """The values of `COLUMNS` of every cell, as far as they are known."""
-    cells = {Cell(one["context"], one["batch"], one["method"]): one for one in found["cells"]}
-    made = []
-    for cell, one in cells.items():
-        speed = one["tokens_per_second"]
-        row = {**cell._asdict(), "tokens/s": speed, "lowest": one.get("lowest"), "highest": one.get("highest")}
-        fixed = [c for c in cells if c[:2] == cell[:2] and c.method.partition(":")[0] == "fixed"]
-        best = max(fixed, key=lambda c: cells[c]["tokens_per_second"], default=None)
-        over = {"over plain": cell._replace(method="plain"), "over hf": cell._replace(method="hf")}
-        over |= {"over best fixed": best} if best and cell.method.startswith("adaptive") else {}
-        row |= {name: speed / cells[of]["tokens_per_second"] for name, of in over.items() if of in cells}
-        if cell.method == "prefill":
-            row |= {"over plain": None, "over hf": speed / one["hf_tokens_per_second"]}
-        seen, wanted = one.get("acceptance"), found["target"]["wanted"]
-        row["acceptance"] = seen
-        if cell.method == "fixed" and "over plain" in row and (seen is None or abs(seen - wanted) > NEAR):
-            row["over plain"] = None  # it would say nothing about the wanted acceptance
-        if "rounds" in one:
-            row["wall ms"] = 1e3 * one["seconds"] / one["rounds"]
-        if cell.method in ("plain", "fixed"):
-            row["floor ms"] = 1e3 * floor_seconds(found, one)
-            row["wall / floor"] = row["wall ms"] / row["floor ms"]
-        if "busy_seconds" in one:
-            row |= {"busy ms": 1e3 * one["busy_seconds"], "busy / floor": 1e3 * one["busy_seconds"] / row["floor ms"]}
-            row["host share"] = max(0.0, 1 - row["busy ms"] / row["wall ms"])
-            row["kernels a layer"] = one["kernels"] / found["target"]["num_layers"]
-        made.append({name: value for name, value in row.items() if value is not None})
-    return made
-
-
-def render(record: Mapping[str, Any]) -> str:
-    """The table of every shape, its targets, and what was not measured."""
-    env, parts = record["environment"], list[str]()
-    for name, found in record["shapes"].items():
-        if "target" in found:
-            target, copies = found["target"], found["speed"]["copy_bytes_per_second"] / 1e12
-            parts.append(
-                f"synthetic {name}, {target['dtype']}, random weights, acceptance {target['acceptance']:.2f} at layer "
-                f"{target['exit_layer']} of {target['num_layers']} at temperature {TEMPERATURE:g}; "
-                f"{found['device'].get('gpu', env['cpu'])}, which copies {copies:.2f} TB/s; torch {env['torch']}"
-            )
-            shown = [column for column in COLUMNS if any(column in row for row in found["figures"])]
-            cells = [
-                [row["method"], str(row["batch"]), str(row["context"])]
-                + [f"{row[column]:.3g}" if column in row else "" for column in shown]
-                for row in found["figures"]
-            ]
-            parts.append(table(["method", "batch", "context", *shown], cells))
-        if found["missing"]:
-            whys = "; ".join(f"{what} ({why})" for what, why in found["missing"].items())
-            parts.append(f"{name}: not measured ({len(found['missing'])}): {whys}")
-    return "\n\n".join(parts)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -11,12 +11,15 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from eval import gpu
+from eval import gpu, gpu_rates
 from eval.__main__ import main
 from eval.config import FOLDER
-from eval.gpu import Cell, GpuConfig, Rows, Shape, cells_of, counted, figures, measure_in_process, run, sizes_of
+from eval.gpu import GpuConfig, Shape, cells_of, measure_in_process, run
+from eval.gpu_figures import Cell, figures, render
+from eval.gpu_rates import Rows, counted, sizes_of
 from eval.models import with_policy
 from eval.synthetic import synthetic_target
+from tests.cuda.standin import with_runner
 from tests.slow import slow
 from train.configuration import read_config
 
@@ -94,10 +97,10 @@ def test_a_rate_counts_steps_of_full_batches_also_where_rows_end_before_the_meas
 
 @pytest.mark.parametrize("shape", [{}, slow(LARGE_VOCABULARY)], ids=["tiny", "large vocabulary"])
 def test_a_rate_has_the_acceptance_that_its_target_promises(shape):
-    target = synthetic_target("tiny", temperature=gpu.TEMPERATURE, **shape)
+    target = synthetic_target("tiny", temperature=gpu_rates.TEMPERATURE, **shape)
     assert target.split.default_draft_vocab == (4096 if shape else None)
     llm = with_policy(target.llm, policy="fixed", exit_layer=1, num_speculative_tokens=4)
-    done = gpu.Counts()
+    done = gpu_rates.Counts()
     for seconds, rounds, held in Rows(llm, 8, 256, 120, ticks()).full_steps():
         done.add(seconds, rounds, held)
         if done.rounds > 150:
@@ -186,7 +189,7 @@ def test_figures_follow_from_the_cells():
 def test_without_time_every_cell_is_reported_as_not_measured(record):
     found = record(warm_seconds=1e6)
     whys = found["shapes"]["tiny"]["missing"]
-    assert len(whys) == 7 and all("no time: about" in why and "s left" in why for why in whys.values())
+    assert len(whys) == 12 and all("no time: about" in why and "s left" in why for why in whys.values())
     assert methods_of(found) == ["hf static"]  # what compiles has an estimate of its own
 
 
@@ -223,7 +226,8 @@ def test_one_failure_costs_one_cell_and_a_lost_context_a_process(record, monkeyp
         "prefill, batch 1, context 48": "RuntimeError: no such cache",
     }
     assert len(opened) == 2 and found["complete"]
-    assert methods_of(found) == ["plain", "fixed", "adaptive", "hf early exit", "hf static"]
+    more = ["adaptive, again", "adaptive:exit", "adaptive, hopeless", "plain, hopeless", "first token"]
+    assert methods_of(found) == ["plain", "fixed", "adaptive", *more, "hf early exit", "hf static"]
 
 
 def test_a_target_that_cannot_be_made_is_tried_once(record, monkeypatch):
@@ -233,7 +237,7 @@ def test_a_target_that_cannot_be_made_is_tried_once(record, monkeypatch):
     monkeypatch.setattr(gpu, "synthetic_target", losing)
     found = record()
     assert found["shapes"]["tiny"]["missing"] == {"opening": "AcceleratorError: CUDA error: lost at once"}
-    assert "not measured (1)" in gpu.render(found)
+    assert "not measured (1)" in render(found)
 
 
 def test_a_run_that_is_cut_short_keeps_what_it_had(record, tmp_path):
@@ -280,3 +284,34 @@ def test_earlier_shapes_have_more_of_the_time_and_the_first_a_minimum(monkeypatc
         config = GpuConfig(shapes=("llama-3-8b", "tiny", "llama-2-7b"), minutes=minutes)
         run(config, tmp_path / "gpu.json", lambda path, name, end, seen=seen: seen.append(end))
         assert seen == ends
+
+
+# ---------------------------------------------------------------------------------------------- cells on the stand-in
+
+
+def test_recordings_and_their_seconds_are_counted_and_launches_timed_on_the_stand_in():
+    target = synthetic_target("tiny", acceptance=None)
+    with_runner(target.llm.target, packing="copy")
+    llm = with_policy(target.llm, policy="plain")
+    before = gpu_rates.recordings_of(llm)
+    rows = Rows(llm, 1, 20, 16, ticks())
+    next(rows.full_steps())
+    rows.stop()
+    after = gpu_rates.recordings_of(llm)
+    assert after["recordings"] > before["recordings"] and after["recording_seconds"] > 0
+    found = gpu_rates.launches(target.split, counts=(1, 5))
+    assert found.keys() == {"1", "5"} and found["5"].keys() == {"add_norm", "qkv", "o", "gate_up", "gate", "down"}
+    assert all(micros > 0 for one in found.values() for micros in one.values())
+
+
+def test_a_first_token_comes_sooner_where_its_prompt_was_read_before():
+    target = synthetic_target("tiny", acceptance=None)
+    llm, caching = (with_policy(target.llm, policy="plain") for _ in range(2))
+    caching._prefix_cache = True
+    found = gpu_rates.first_token(llm, caching, 96)
+    assert found["first_token_seconds"] > 0 and found["first_token_seconds_cached"] > 0
+
+
+def test_launches_of_layers_that_are_not_recorded_are_refused_in_a_sentence():
+    with pytest.raises(ValueError, match="fused layers in recordings, which do not run here"):
+        gpu_rates.launches(synthetic_target("tiny", acceptance=None).split)

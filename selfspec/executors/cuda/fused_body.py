@@ -63,6 +63,11 @@ class FusedBody:
         """The products of all layers."""
         return (one for own in self._products for one in own.all())
 
+    @property
+    def by_name(self) -> dict[str, list[PackedLinear]]:
+        """The products of all layers by their place in a layer: "qkv", "o", "gate_up", "down"."""
+        return {name: [getattr(one, name) for one in self._products] for name in ("qkv", "o", "gate_up", "down")}
+
     def product(self, linear: PackedLinear, x: Tensor) -> Tensor:
         """A product with the weight of one or several linear layers, `[N, out]`; every product of `run` is made here.
 

@@ -10,6 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from selfspec.executors.cuda.capture import Body, Capture, Recording
@@ -64,6 +65,8 @@ class Graphs:
         self._kept: OrderedDict[Hashable, Recorded[Any]] = OrderedDict()
         self.num_recorded = 0
         """Recordings made so far, including those dropped since."""
+        self.seconds = 0.0
+        """Seconds that they took."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -88,8 +91,10 @@ class Graphs:
 
     def record(self, key: Hashable, inputs: Inputs, body: Body) -> Recorded[Inputs]:
         """Record a body and keep it. `inputs`: the buffers that it reads, already filled for the first call."""
+        begun = perf_counter()
         made = self._kept[key] = Recorded(inputs, body, self.capture.record(body))
         self.num_recorded += 1
+        self.seconds += perf_counter() - begun
         while len(self._kept) > 1 and (len(self._kept) > self.max_recordings or self.num_bytes > self.budget):
             self._kept.popitem(last=False)
         return made

@@ -1,0 +1,255 @@
+"""What `python -m eval gpu` measures of one target: rates, busy time, prompts, first tokens, and the device's speed."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
+from torch.profiler import ProfilerActivity, profile
+
+from eval.measurement import no_garbage_collection, rates, synchronize, timed
+from eval.models import params_of
+from eval.synthetic import Synthetic, random_prompts
+from selfspec import LLM
+from selfspec.core import RoundOutput
+from selfspec.decoding.engine import LLMEngine
+from selfspec.executors.cuda.body_choice import replay_seconds
+from selfspec.executors.cuda.fused_body import FusedBody
+from selfspec.model.split_model import SplitModel
+
+TEMPERATURE = 0.5  # of all rows but those of peers: the acceptance of greedy outputs differs from the set one by 0.1
+PAGE = 256  # tokens; the memory of a row is a multiple of it, as any attention backend needs
+WARM_ROUNDS, BUSY_ROUNDS, PREFILL_REPEATS = 4, 12, 3
+Record = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Counts:
+    """What the measured steps of an engine did."""
+
+    steps: list[tuple[float, int]] = field(default_factory=list)  # seconds and tokens of all rows
+    rounds: int = 0
+    judged: int = 0  # drafted tokens up to the first wrong one
+    accepted: int = 0
+    held: float = 0.0  # tokens of a row, summed over rounds
+    plans: Counter[str] = field(default_factory=Counter)  # rounds by exit layer
+
+    def add(self, seconds: float, rounds: Sequence[RoundOutput], context: float) -> float:
+        """Add a step whose rows hold `context` tokens at first; returns how many they hold then."""
+        tokens = 0
+        for round_ in rounds:
+            self.held += context
+            context += sum(len(row.token_ids) for row in round_.rows) / len(round_.rows)
+            tokens += sum(len(row.token_ids) for row in round_.rows)
+            self.judged += sum(row.num_judged for row in round_.rows)
+            self.accepted += sum(row.num_accepted for row in round_.rows)
+            self.plans["plain" if round_.exit_layer is None else str(round_.exit_layer)] += 1
+        self.rounds += len(rounds)
+        self.steps.append((seconds, tokens))
+        return context
+
+    def as_dict(self) -> Record:
+        acceptance = self.accepted / self.judged if self.judged else None
+        about = {"acceptance": acceptance, "mean_context": self.held / self.rounds, "plans": dict(self.plans)}
+        return {**rates(self.steps), "rounds": self.rounds, **about}
+
+
+class Rows:
+    """Rows of random prompts in an engine, which begin again where they end.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(
+        self, llm: LLM, batch: int, context: int, new_tokens: int, clock: Callable[[], float] = perf_counter
+    ) -> None:
+        share = -(-(context + new_tokens) // PAGE) * PAGE
+        self.engine: LLMEngine = llm.engine(
+            max_num_seqs=batch, max_num_cached_tokens=batch * share, prefill_chunk=batch * context
+        )
+        self.prompts = random_prompts(llm.target.split.vocab_size, batch, context, seed=3)
+        self.device, self.context, self.new_tokens, self.clock = llm.target.split.device, context, new_tokens, clock
+        self.num_begun = 0
+
+    def full_steps(self) -> Iterator[tuple[float, list[RoundOutput], float]]:
+        """Endless steps in which all rows decode and no prompt is read: seconds, rounds, tokens that a row held."""
+        while True:
+            for at, prompt in enumerate(self.prompts):
+                params = params_of(self.new_tokens, TEMPERATURE, seed=self.num_begun)
+                self.engine.add_request(str(at), prompt, params)
+                self.num_begun += 1
+            held, is_full = float(self.context), False
+            while self.engine.has_unfinished_requests():
+                rounds, begun = list[RoundOutput](), self.clock()
+                is_ended = any(output.finished for output in self.engine.step(rounds.append))
+                synchronize(self.device)
+                seconds = self.clock() - begun
+                if is_full:
+                    yield seconds, rounds, held
+                is_full = all(len(one.rows) == len(self.prompts) for one in rounds)
+                held += sum(len(row.token_ids) for one in rounds for row in one.rows) / len(self.prompts)
+                if is_ended:
+                    break
+            self.stop()
+
+    def stop(self) -> None:
+        """End all rows."""
+        for at in range(len(self.prompts)):
+            self.engine.abort(str(at))
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+
+    def rate(self, warm: float, window: float) -> Record:
+        """Tokens per second over at least `window` seconds of steps, after `warm` seconds and a few rounds."""
+        done, start, num_rounds = Counts(), self.clock(), 0
+        with no_garbage_collection():
+            for seconds, rounds, held in self.full_steps():
+                num_rounds += len(rounds)
+                if done.rounds or (self.clock() - start >= warm and num_rounds > WARM_ROUNDS):
+                    done.add(seconds, rounds, held)
+                    if sum(seconds for seconds, _ in done.steps) >= window:
+                        return done.as_dict()
+        raise AssertionError("steps do not end")
+
+    def busy(self) -> Record:
+        """Seconds that the device is busy per round, and its kernels and launches, by torch's profiler.
+
+        Raises:
+            ValueError: the device is no GPU, or its profiling library (CUPTI) reports nothing.
+        """
+        if self.device.type != "cuda":
+            raise ValueError("busy time is known of a CUDA device only")
+        num_rounds, steps = 0, self.full_steps()
+        next(steps)
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+            while num_rounds < BUSY_ROUNDS:
+                num_rounds += len(next(steps)[1])
+        self.stop()
+        return {name: value / num_rounds for name, value in counted(seen.key_averages()).items()}
+
+
+def counted(events: Iterable[Any]) -> dict[str, float]:
+    """What the events of a profile say. Launches on the host include their kernels' time, so it is not added up."""
+    events = list(events)
+    done = [e for e in events if e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False)]
+    kernels = sum(e.count for e in done if not e.key.startswith(("Memcpy", "Memset")))
+    launches = [e for e in events if e.device_type == DeviceType.CPU and "Launch" in e.key and e.key.startswith("cu")]
+    if not kernels:
+        raise ValueError("torch's profiler reports no kernels; CUPTI may be refused on this machine")
+    seconds = sum(e.self_device_time_total for e in done) / 1e6
+    return {"busy_seconds": seconds, "kernels": kernels, "launches": sum(e.count for e in launches)}
+
+
+def prefill_rate(llm: LLM, context: int) -> Record:
+    """Tokens per second of reading a prompt and writing a token, and of transformers' forward as `generate` makes it;
+    the medians of the repeats, after one that is not counted."""
+    split, found, seconds = llm.target.split, list[float](), list[float]()
+    ids = torch.tensor(random_prompts(split.vocab_size, 1, context, seed=5), device=split.device)
+
+    def by_transformers() -> None:
+        with torch.inference_mode():
+            split.model(ids, use_cache=True, logits_to_keep=1)
+
+    engine = llm.engine(max_num_seqs=1, max_num_cached_tokens=(context // PAGE + 2) * PAGE, prefill_chunk=context)
+    for _ in range(PREFILL_REPEATS + 1):
+        engine.add_request("prompt", ids[0].tolist(), params_of(1))
+        found.append(timed(engine.step, split.device)[1])
+        seconds.append(timed(by_transformers, split.device)[1])
+    own, theirs = (statistics.median(each[1:]) for each in (found, seconds))
+    return {"tokens_per_second": context / own, "hf_tokens_per_second": context / theirs}
+
+
+def first_token(llm: LLM, caching: LLM, context: int) -> Record:
+    """Seconds until a prompt's first token by a whole call, and with the prompt's keys and values kept from before; the
+    medians of the repeats, after one that is not counted."""
+    [ids], found = random_prompts(llm.target.split.vocab_size, 1, context, seed=7), list[float]()
+    for one in (llm, caching):
+        taken = [
+            timed(lambda one=one: one.generate([ids], params_of(1)), llm.target.split.device)[1]  # type: ignore[misc]
+            for _ in range(PREFILL_REPEATS + 1)
+        ]
+        found.append(statistics.median(taken[1:]))
+    speed = {"tokens_per_second": context / found[0]}
+    return {**speed, "first_token_seconds": found[0], "first_token_seconds_cached": found[1]}
+
+
+def recordings_of(llm: LLM) -> dict[str, float]:
+    """Recordings made so far, and the seconds that they took."""
+    runner = llm.target.split.runner
+    graphs = None if runner is None else runner.graphs
+    return {"recordings": graphs.num_recorded if graphs else 0, "recording_seconds": graphs.seconds if graphs else 0.0}
+
+
+def launches(split: SplitModel, counts: Sequence[int] = (1, 5, 32, 160)) -> dict[str, dict[str, float]]:
+    """Microseconds of each launch of a fused layer alone, by tokens of a call: means over all layers, whose weights do
+    not fit into the device's cache together.
+
+    Raises:
+        ValueError: the layers are not recorded, or by the model's own modules.
+    """
+    runner, body = split.runner, split.recorded
+    if runner is None or not isinstance(body, FusedBody):
+        raise ValueError("launches are timed of fused layers in recordings, which do not run here")
+    found, kernels, products = dict[str, dict[str, float]](), runner.kernels, body.by_name
+    norm, activation = body.weights.layers[0].norm, body.weights.activation
+
+    def micros(work: Callable[[int], Tensor]) -> float:
+        """Of one launch, by a recording of one for each layer."""
+
+        def seconds(recording: Any) -> float:
+            return replay_seconds(recording, split.device)
+
+        return (
+            1e6 * runner.with_recording(lambda: (*map(work, range(split.num_layers)),)[-1:], seconds) / split.num_layers
+        )
+
+    with torch.inference_mode():
+        for count in counts:
+            hidden = torch.randn(count, split.config.hidden_size, device=split.device).to(split.dtype)
+            own = found[str(count)] = {"add_norm": micros(lambda at, x=hidden: kernels.add_norm(x, x, norm)[0])}
+            for name, linears in products.items():
+                size = linears[0].linears[0].weight.shape[1]
+                x = torch.randn(count, size, device=split.device).to(split.dtype)
+                own[name] = micros(lambda at, x=x, linears=linears: body.product(linears[at], x))
+                if name == "gate_up":
+                    wide = body.product(linears[0], x)
+                    own["gate"] = micros(lambda at, wide=wide: kernels.gate(wide, activation))
+    return found
+
+
+def device_speed(where: torch.device, num_bytes: int = 1 << 30, size: int = 8192, repeats: int = 8) -> dict[str, float]:
+    """`copy_bytes_per_second`, read and written bytes of a large copy; `read_bytes_per_second`, of the largest number
+    in it, which is the ceiling of decoding; on a GPU also `matmul_flops_per_second`, of a square product in bfloat16.
+    The best of the repeats."""
+    is_gpu = where.type == "cuda"
+    source = torch.zeros(num_bytes if is_gpu else num_bytes >> 4, dtype=torch.uint8, device=where)
+    target = torch.empty_like(source)
+    seconds = min(timed(lambda: target.copy_(source), where)[1] for _ in range(repeats))
+    found = {"copy_bytes_per_second": 2 * source.nbytes / seconds}
+    numbers = source.view(torch.int32)
+    read = min(timed(numbers.amax, where)[1] for _ in range(repeats))
+    found["read_bytes_per_second"] = source.nbytes / read
+    if is_gpu:
+        a, b = torch.randn(2, size, size, device=where).to(torch.bfloat16)
+        found["matmul_flops_per_second"] = 2 * size**3 / min(timed(lambda: a @ b, where)[1] for _ in range(repeats))
+    return found
+
+
+def sizes_of(target: Synthetic) -> dict[str, float]:
+    """Bytes that a token's forward reads, those of the head among them, those of the head's rows for the default draft
+    vocabulary, and those of a token's keys and values."""
+    model, config = target.split.model, target.split.config.get_text_config()
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    kv = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers * embedding.element_size()
+    unread = 0 if head is embedding else embedding.nbytes  # only one row of an embedding is read
+    drafts = (target.split.default_draft_vocab or len(head)) * head[0].nbytes
+    read = sum(p.nbytes for p in model.parameters()) - unread
+    return {"read_bytes": read, "head_bytes": head.nbytes, "draft_head_bytes": drafts, "kv_bytes_per_token": kv}
