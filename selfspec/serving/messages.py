@@ -101,11 +101,11 @@ def _choice(given: dict[str, Any]) -> Any:
     """A `tool_choice` in OpenAI's words."""
     if given.get("type") == "tool":
         return {"type": "function", "function": {"name": given.get("name")}}
-    modes = {"auto": "auto", "any": "required", "none": "none"}
-    if given.get("type") not in modes:
+    modes, kind = {"auto": "auto", "any": "required", "none": "none"}, given.get("type")
+    if not isinstance(kind, str) or kind not in modes:
         message = f"tool_choice must have a type, auto, any, tool or none, got {shown(given)}"
         raise Refusal(message, param="tool_choice")
-    return modes[given["type"]]
+    return modes[kind]
 
 
 class MessagesWriter(ChatWriter):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Callable, Sequence
 from inspect import signature
@@ -84,6 +85,7 @@ class Reader:
         given = request.tools or []
         if not given and request.tool_choice is None:
             return None
+        self._check_text(json.dumps(given, ensure_ascii=False), "tools", True)
         text = structured_outputs(request.shapes)
         asked = (given, request.tool_choice, request.parallel_tool_calls, self._parser, self._given, text)
         try:

@@ -215,7 +215,8 @@ def _as_text(message: Mapping[str, Any]) -> Json:
         return dict(message)
     parts = [str(message["content"])] if message.get("content") else []
     for call in calls:
-        own = call.get("function", call) if isinstance(call, Mapping) else {}
+        own = call.get("function") if isinstance(call, Mapping) else None
+        own = own if isinstance(own, Mapping) else {}
         arguments = own.get("arguments")
         text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
         name = json.dumps(own.get("name"))

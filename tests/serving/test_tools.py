@@ -190,6 +190,21 @@ WRONG = [
 ]
 
 
+WRONG_MESSAGES = [
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0] is of type 'web_search_20250305'"),
+    ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, "the JSON schema of an object"),
+    ({"tools": [5]}, "a list of at most 1024 tools"),
+    ({"tools": [{"name": "f"}], "tool_choice": {"type": ["any"]}}, "tool_choice must have a type, auto, any, tool"),
+    ({"tools": [{"name": "f"}], "tool_choice": {"type": "tool", "name": "g"}}, "names 'g'"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), WRONG_MESSAGES)
+def test_wrong_tools_of_messages_are_refused_in_their_words(served, given, said):
+    answer = served.http.post("/v1/messages", json={"messages": MESSAGES, "max_tokens": 5, **given})
+    assert answer.status_code == 400 and said in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(("given", "name", "said"), WRONG)
 def test_wrong_tools_are_refused_in_a_sentence(served, given, name, said):
     refused(served.chat(**given), 400, said, param=name)
