@@ -120,9 +120,7 @@ class Grammars:
             made = llguidance.LLMatcher(trie, text, log_level=0)
             if not made.is_error() and not made.is_stopped():
                 made.compute_bitmask()
-            ahead = made.deep_copy()
-            ahead.compute_ff_tokens()  # an error where a forced text has no end
-            problem = made.get_error() or ahead.get_error()
+            problem = made.get_error()
         except ValueError as refused:
             problem = str(refused)
         if problem:
