@@ -112,6 +112,7 @@ class SimulatedServer:
             while coming and coming[0][0] <= now:
                 waiting.append(made[coming.popleft()[1]])
             self._admit(waiting, rows)
+            self._checked.policy.set_waiting(len(waiting))
             before = [row.at for row in rows]
             now += self._step(rows)
             for row, at in zip(rows, before, strict=True):

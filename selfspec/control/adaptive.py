@@ -120,6 +120,9 @@ class Adaptive(Policy):
             self._has_copies = has_copies and self._may_copy
             self._reset_drafters()
 
+    def set_waiting(self, num_waiting: int) -> None:
+        self.ledger = self.ledger._replace(has_waiting=num_waiting > 0)
+
     def _reset_drafters(self) -> None:
         self._drafters = Drafters(self.costs, self._vocabulary, self._has_copies)
         self._rounds_left, self._is_evidence_new = 0, True
@@ -169,6 +172,8 @@ class Adaptive(Policy):
         if times.since_plain >= times.plain_interval:
             self._rounds_left, times.plain_interval = 0, min(2 * times.plain_interval, PLAIN_EVERY[1])
             return Plan(None, (0,) * count, num_rounds=PLAIN_ROUNDS[1], speedup=1.0)
+        if not self.ledger.covers_layers and self.ledger.layers_price > self.ledger.stake:
+            self._rounds_left = 0  # shorter drafts may be covered
         if self._rounds_left <= 0 or is_other:
             self._has_processors = has_processors
             self._decide(rows, times, is_other)
@@ -210,7 +215,6 @@ class Adaptive(Policy):
         count, before, plain = len(rows), self.decision.exit_layer, times.plain_seconds
         times.move(_mean(self._context_lengths))
         self.ledger = self.ledger._replace(plain_seconds=plain).entered(0.0)
-        affordable = plain + max(self.ledger.balance, self.ledger.most / 4)
         is_settled = self.decision.exit_layer is None and not self._is_evidence_new
         is_settled &= self._decided_for == (count, self._has_processors)
         if self._layers and not (is_settled and abs(plain / self._decided_at - 1) < CHANGED):
@@ -218,18 +222,18 @@ class Adaptive(Policy):
             right, share = self.tracker.estimates()
             evidence = Evidence(right, share, self.tracker.lasting.sum((0, 2)), self._agreement.ratios())
             now = self.decision
-            candidates = self._candidates(times, affordable)
+            candidates = self._candidates(times, plain + self.ledger.stake)
             for measured in (False, True):
-                candidates = self._candidates(times, affordable, measured) if measured else candidates
+                candidates = self._candidates(times, plain + self.ledger.stake, measured) if measured else candidates
                 self.decision = decide(now, candidates, self._layers, evidence)
                 if self.decision.drafter.draft_vocab is None:
                     break
             self._could_pay = candidates.could_pay(self._layers, self.decision.usual)
         else:
             self.decision = self.decision._replace(usual=count / plain)
-        self._set_lookups(rows, times, affordable)
+        self._set_lookups(rows, times, plain + max(self.ledger.balance, self.ledger.most / 4))
         self._rows = self._in_ledger  # last, so that an interrupted decision is made again
-        self._set_layers_price(plain, affordable)
+        self._set_layers_price(plain)
         faster = self._could_pay
         if self.costs.recorded is not None and faster:
             faster = tuple(self._layers)  # always the same, so that few recordings of parts are made for probes
@@ -248,11 +252,11 @@ class Adaptive(Policy):
         drafters = self._drafters.now(self._has_processors, measured)
         return Candidates(self.costs, times, drafters, self._most, most_seconds)
 
-    def _set_layers_price(self, plain: float, affordable: float) -> None:
-        """Set what rounds that layers draft lose if nothing is accepted; `affordable`: seconds of a round, at most."""
+    def _set_layers_price(self, plain: float) -> None:
+        """Set what rounds that layers draft lose if nothing is accepted."""
         decision, price = self.decision, 0.0
         if decision.exit_layer is not None:
-            count = sum([seconds <= affordable for seconds in decision.rounds[1:]])
+            count = sum([seconds <= plain + self.ledger.stake for seconds in decision.rounds[1:]])
             decision = self.decision = decision._replace(most=max(1, min(decision.most, count)))
             price = decision.rounds[min(decision.most, self._most)] - plain
         self.ledger = self.ledger._replace(layers_price=price)

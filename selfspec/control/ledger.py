@@ -10,6 +10,10 @@ if TYPE_CHECKING:
 
 SHARE = 0.0085
 """The share of decoding time that drafting may lose. Decisions take up to .003 of it in addition."""
+BET, LEAST_BET = 1 / 3, 0.1
+"""A round that layers draft may cost this share of the balance, or that of the largest one, when it is chosen.
+
+Staking a part of what is there (Kelly, 1956) keeps a few rejected drafts from ending those that pay in the mean."""
 OVERRUN = 1.25
 """A round that drafts is charged with at most so many times its expected time; others delay plain rounds, too."""
 SECONDS, ROUNDS = 1.0, 64
@@ -21,9 +25,9 @@ class Ledger(NamedTuple):
 
     Decoding pays in `SHARE` of its time. A round that drafts pays in what plain decoding takes for its tokens and takes
     out its own time. Of several rows, what counts is how far the slowest one came: the tokens by which others are ahead
-    of it (`leads`) end no batch earlier. The balance is at most `most`, so that one good minute does not pay for a bad
-    one, and at least minus that, so that one interruption does not end drafting for long. A round is run only if the
-    balance covers its price.
+    of it (`leads`) end no batch earlier. While requests wait for a place, all rows count alike. The balance is at most
+    `most`, so that one good minute does not pay for a bad one, and at least minus that, so that one interruption does
+    not end drafting for long. A round is run only if the balance covers its price.
 
     So over T seconds, at least a window, the loss is at most SHARE * T + `most` <= 2 * SHARE * T, whatever is accepted,
     if rounds take what their prices say. What they take beyond that comes on top: up to `OVERRUN` it is charged, beyond
@@ -35,12 +39,18 @@ class Ledger(NamedTuple):
     plain_seconds: float  # of a plain round of the rows
     lookup_prices: tuple[float, ...] = (0.0,)  # by drafted tokens of all rows; the last: of more
     layers_price: float = 0.0  # of a round that layers draft
+    has_waiting: bool = False  # whether requests wait for a place
     leads: tuple[int, ...] = ()  # tokens by which each row is ahead of the slowest one; others than the rows': zeros
 
     @property
     def most(self) -> float:
         """The largest balance."""
         return SHARE * max(SECONDS, ROUNDS * self.plain_seconds)
+
+    @property
+    def stake(self) -> float:
+        """Seconds that a round that layers draft may lose when it is chosen."""
+        return max(BET * self.balance, LEAST_BET * self.most)
 
     @property
     def covers_layers(self) -> bool:
@@ -68,7 +78,8 @@ class Ledger(NamedTuple):
             before = leads if len(leads) == len(rows) else (0,) * len(rows)
             slowest = min([lead + count for lead, count in zip(before, counts, strict=True) if count], default=0)
             leads = tuple([max(0, lead + count - slowest) for lead, count in zip(before, counts, strict=True)])
-            gained = slowest * self.plain_seconds - took
+            kept = sum(counts) / len(rows) if self.has_waiting else slowest
+            gained = kept * self.plain_seconds - took
         return self.entered(SHARE * took + gained)._replace(leads=leads)
 
     def of_rows(self, before: Sequence[Hashable], rows: Sequence[Hashable]) -> Ledger:

@@ -195,6 +195,9 @@ class Policy:
     def set_copies(self, has_copies: bool) -> None:
         """Allow drafts by 4-bit copies of the layers, or not."""
 
+    def set_waiting(self, num_waiting: int) -> None:
+        """Tell how many requests wait for a place in the batch; called before `plan`."""
+
 
 class Plain(Policy):
     """Plain decoding."""

@@ -39,6 +39,9 @@ class RankZeroPolicy(Policy):
         if self._leads:
             self.inner.seed(row, shadow)
 
+    def set_waiting(self, num_waiting: int) -> None:
+        self.inner.set_waiting(num_waiting)
+
     def _from_rank_zero(self, decide: Callable[[], Any]) -> Any:
         """The result of `decide` on rank 0. An exception there is raised on every rank, which would otherwise block."""
         decision: Any = None

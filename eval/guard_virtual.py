@@ -1,0 +1,93 @@
+"""The cells of `python -m eval guard` in virtual time: a device that is not here, texts of set acceptance.
+
+Rounds take what `eval.serve_synthetic` computes for the device. A round whose shape was not recorded before is charged
+with `RECORDING` seconds, and a decision with what it took the processor that runs this, since the device waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+from eval.replay import Replayed, make, replay
+from eval.serve_synthetic import GPUS, gpu_costs, synthetic_traces
+from eval.shapes import config_of
+from eval.traces import Trace
+from selfspec.control.costs import Costs, RoundLimits
+from selfspec.core import LOOKUP
+
+SHAPE, GPU = "llama-3-8b", "h200"
+LIMITS = RoundLimits(longest=15, tokens=256, rows=32)
+RECORDING = 0.15  # seconds of recording one shape of a round: a guess, not measured
+ROWS, ACCEPTANCE = (1, 4, 8, 32, 128), (0.02, 0.8)
+LEAST_OF_PLAIN, LEAST_OF_FIXED = 0.98, 0.95
+EXITS, LENGTHS = (2, 4, 8), (2, 4, 7)  # of the fixed policies
+OUTPUTS, TOKENS = 4, 512  # outputs of a row's place, one after the other, and their tokens
+
+
+class Virtual(NamedTuple):
+    """A cell: rows that decode together, and acceptance of a quarter of the layers."""
+
+    rows: int
+    acceptance: float
+
+
+class Seconds(NamedTuple):
+    """Virtual seconds of a cell."""
+
+    adaptive: float
+    plain: float
+    fixed: float  # of the best fixed policy
+    recordings: int
+    recording: float  # seconds of them within `adaptive`
+
+    @property
+    def of_plain(self) -> float:
+        return self.plain / self.adaptive
+
+    @property
+    def of_fixed(self) -> float:
+        return self.fixed / self.adaptive
+
+    def passes(self, acceptance: float) -> bool:
+        """Whether the default policy is not slower than plain decoding, and near the best fixed policy."""
+        return self.of_plain >= LEAST_OF_PLAIN and (acceptance < 0.5 or self.of_fixed >= LEAST_OF_FIXED)
+
+
+def cells() -> Iterator[Virtual]:
+    """All cells."""
+    for rows, acceptance in product(ROWS, ACCEPTANCE):
+        yield Virtual(rows, acceptance)
+
+
+def simulate(cell: Virtual, tokens: int = TOKENS, outputs: int = OUTPUTS) -> Seconds:
+    """Replay a cell by plain decoding, the default policy, and the fixed policies."""
+    config = config_of(SHAPE)
+    costs = replace(gpu_costs(config, GPUS[GPU]), recorded=LIMITS)
+    count = cell.rows * max(1, outputs // max(1, cell.rows // 8))
+    traces = synthetic_traces(costs.num_layers, count, 64, tokens, cell.acceptance, seed=0)
+    done = _replayed("adaptive", traces, costs, cell.rows)
+    recordings = len(_shapes(done))
+    recording = recordings * RECORDING
+    plain = _replayed("plain", traces, costs, cell.rows).seconds
+    fixed = [
+        _replayed(f"fixed:{exit_layer},{length}", traces, costs, cell.rows).seconds
+        for exit_layer, length in product(EXITS, LENGTHS)
+        if cell.rows <= LIMITS.rows
+    ]
+    return Seconds(done.seconds + done.control + recording, plain, min(fixed, default=plain), recordings, recording)
+
+
+def _replayed(policy: str, traces: list[Trace], costs: Costs, rows: int) -> Replayed:
+    return replay(traces, make(policy, costs), costs, batch_size=rows)
+
+
+def _shapes(done: Replayed) -> set[tuple[int, int, int]]:
+    """The drafting shapes that were run, each of which is recorded once: exit layer, draft length, slots."""
+    drafted = [(one.exit_layer, one.rows) for one in done.rounds if one.exit_layer not in (None, LOOKUP)]
+    return {
+        (exit_layer or 0, max(r.num_drafted for r in rows), 1 << (len(rows) - 1).bit_length())
+        for exit_layer, rows in drafted
+    }
