@@ -5,7 +5,7 @@ before: "cold" begins every time without statistics, "warm" goes on with those o
 batches of questions plainly and by the default policy in turns, each first every other time, until the 95 % interval of
 the ratio of their times is narrow enough. Times are of decoding, without reading the prompts. Cells that do not become
 narrow in time are undecided, which does not pass. Outputs are compared, too. A run that was stopped is resumed by the
-same command.
+same command. Cells in virtual time follow, see `eval.guard_virtual`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 from eval import measurement
 from eval.config import FOLDER, config_of, parser_of
 from eval.figures import drawing, table
+from eval.guard_virtual import ACCEPTANCE, GPU, RECORDING, SHAPE, Seconds, Virtual, simulate
 from eval.models import decode, open_llm, with_policy
 from eval.questions import encode, read_questions
 from eval.records import append_line, read_lines, resume, write_file
@@ -34,7 +35,7 @@ from train.configuration import check, check_known, check_least, flags_given, op
 
 COLD, WARM = "cold", "warm"
 FEWEST = 6  # pairs of a cell
-NOT_RECORDED = ("output", "models", "threads", "rows", "texts", "temperatures", "starts", "seconds")
+NOT_RECORDED = ("output", "models", "threads", "rows", "texts", "temperatures", "starts", "seconds", "virtual_rows")
 COLUMNS = (
     "model",
     "threads",
@@ -68,6 +69,7 @@ class GuardConfig:
     half_width: float = option(0.02, "Half of the 95 % interval of a decided cell's ratio.")
     least: float = option(0.98, "Least ratio of a cell that passes: plain decoding's time over the policy's.")
     least_cold: float = option(0.97, "The same where the policy starts without statistics.")
+    virtual_rows: tuple[int, ...] = option((1, 4, 8, 32, 128), "Rows of cells in virtual time; none: no such cells.")
     seconds: float = option(60.0, "Seconds after which a cell begins no further pair.")
     output: str = option("", "Run folder; empty: runs/ and the configuration's name.")
 
@@ -157,6 +159,18 @@ class Session:
                 print(f"[{seconds:5.0f} s] {' '.join(map(str, cell))}, {left:.0f} minutes left", file=sys.stderr)
                 self._keep(cell, measured(llm, cell, config))
                 done += 1
+        known_virtual = self.virtual
+        for virtual in (Virtual(rows, acceptance) for rows in config.virtual_rows for acceptance in ACCEPTANCE):
+            if virtual not in known_virtual:
+                print(f"virtual time: {virtual.rows} rows, acceptance {virtual.acceptance}", file=sys.stderr)
+                append_line(self.folder / "virtual.jsonl", virtual._asdict() | simulate(virtual)._asdict())
+
+    @property
+    def virtual(self) -> dict[Virtual, Seconds]:
+        """The cells in virtual time that were simulated."""
+        lines = read_lines(self.folder / "virtual.jsonl", repair=True)
+        each = [[line[name] for name in (*Virtual._fields, *Seconds._fields)] for line in lines]
+        return {Virtual(*one[:2]): Seconds(*one[2:]) for one in each}
 
     def _keep(self, cell: Cell, found: Found) -> None:
         line = {**cell._asdict(), "ratios": [round(ratio, 4) for ratio in found.ratios], "is_equal": found.is_equal}
@@ -179,6 +193,9 @@ class Session:
         )
         passed = sum(line[-1] == "passes" for line in lines)
         text = f"{about}\n\n{passed} of {len(lines)} cells pass.\n\n{table(COLUMNS, lines)}\n"
+        if virtual := self.virtual:
+            text += f"\n{_virtual_table(virtual)}\n"
+        passed -= sum(not seconds.passes(cell.acceptance) for cell, seconds in virtual.items())
         write_file(self.folder / "guard.md", text)
         _plot(means, self.folder / "guard.svg")
         return text, passed == len(lines)
@@ -229,6 +246,25 @@ def _decoded(
     start = perf_counter()
     done = decode(llm, batch, num_tokens, temperature=cell.temperature, seeds=seed, on_round=on_round)
     return perf_counter() - start - reading, [one.token_ids for one in done]
+
+
+def _virtual_table(found: Mapping[Virtual, Seconds]) -> str:
+    lines = [
+        [
+            *map(str, cell),
+            f"{seconds.of_plain:.3f}",
+            f"{seconds.of_fixed:.3f}",
+            f"{seconds.recordings} ({seconds.recording:.1f} s of {seconds.adaptive:.1f})",
+            "passes" if seconds.passes(cell.acceptance) else "fails",
+        ]
+        for cell, seconds in found.items()
+    ]
+    about = (
+        f"In virtual time, {SHAPE} on {GPU}: computed costs, recordings of {RECORDING} s each (a guess), and the "
+        "policy's own measured time; texts of set acceptance at a quarter of the layers."
+    )
+    columns = ("rows", "acceptance", "plain over adaptive", "best fixed over adaptive", "recordings", "verdict")
+    return f"{about}\n\n{table(columns, lines)}"
 
 
 def _plot(means: Sequence[tuple[str, float, float, float]], path: Path) -> None:

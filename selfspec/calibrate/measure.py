@@ -35,7 +35,8 @@ LONGER = 128  # additional cached tokens per row of a batch
 STEPS = 4  # early passes of a timed round
 FAST = 3e-3  # seconds of a forward below which the overhead of single calls matters
 THIN_WIDTHS = (1, 2, 4, 8)  # the points of a slow model with a time limit
-THIN_BATCH_WIDTHS = (1, 2, 8)  # the same of several rows; batch sizes between the second and the last are left out
+THIN_BATCH_WIDTHS = (1, 2, 8)  # the same of several rows; batch sizes between the first and the last are left out
+THIN_SHADOW = (1, 8)  # positions of shadow picks
 MANY_FORWARDS = 200  # a model is slow where so many forwards exceed the time limit
 PER_PROBE = 3  # forwards of a probe, about
 LOW = 1 / 8  # the quantile of the readings of a piece that counts
@@ -123,8 +124,8 @@ class _Measurement:
         self.is_fast = forward < FAST
         if self.has_copies:
             self.copied(1, max(1, self.split.num_layers // 2))  # this makes all copies
-        if self.thin and len(self.batch_sizes) > 3:
-            self.batch_sizes = [*self.batch_sizes[:2], self.batch_sizes[-1]]
+        if self.thin:
+            self.batch_sizes = sorted({self.batch_sizes[0], self.batch_sizes[-1]})
         probes, turn = list(self.probes()), (True,) if self.thin or self.has_calls else (False, True, True)
         least = 1 if self.thin else -(-LEAST_READINGS // sum(turn))
         expected = min(least, repeats) * len(turn) * len(probes) * PER_PROBE * forward
@@ -158,8 +159,9 @@ class _Measurement:
                     yield partial(self.round, 1, self.middle, LONG_WIDTH, "long late", self.long)
             elif self.base + LONGER < self.long:
                 yield partial(self.plain, rows, self.base + LONGER, "long")
-        yield partial(self.head, HEAD_TOKENS)
-        yield from (partial(self.shadow, n) for n in SHADOW_POSITIONS)
+        if not self.thin:
+            yield partial(self.head, HEAD_TOKENS)
+        yield from (partial(self.shadow, n) for n in (THIN_SHADOW if self.thin else SHADOW_POSITIONS))
 
     def widths_of(self, rows: int) -> list[int]:
         """Tokens per row of verifications."""

@@ -99,6 +99,7 @@ class Adaptive(Policy):
         self._in_ledger: list[tuple[int, int]] = []  # identities of the rows of `Ledger.leads`
         self._has_processors = False  # whether any of these rows has processors
         self._context_lengths: abc.Sequence[int] = (0,)  # tokens per row
+        self._pause = 0  # rounds until a decision after a probe is within its share of the time
         self._rounds_left, self._interval = 0, FIRST  # rounds to the next decision, and from it to the one after
         self._probe_in, self._probe_interval, self._next_row = 0, PROBE_EVERY[0], 0
         self._decision_seconds = 0.0  # moving average of the policy's own time in a step with a decision
@@ -245,7 +246,8 @@ class Adaptive(Policy):
         if exit_layer is not None and self.tracker.num_lasting(exit_layer) < MIN_PICKS:
             self._rounds_left = UNKNOWN_ROUNDS
         else:
-            self._rounds_left = max(self._interval, math.ceil(self._decision_seconds / (DECISION_SHARE * plain)))
+            self._pause = math.ceil(self._decision_seconds / (DECISION_SHARE * plain))
+            self._rounds_left = max(self._interval, self._pause)
         self._has_decided = True
 
     def _candidates(self, times: Times, most_seconds: float = math.inf, measured: bool = False) -> Candidates:
@@ -289,8 +291,8 @@ class Adaptive(Policy):
             self._observe(plan, round_, is_first=at == 0 and len(rounds) > 1)
         if self._has_decided:
             self._decision_seconds += (SMOOTHING if self._decision_seconds else 1.0) * (own - self._decision_seconds)
-        if plan.shadow is not None:
-            self._rounds_left = 0  # decide with the new statistics
+        if plan.shadow is not None:  # decide with the new statistics
+            self._rounds_left = min(self._rounds_left, self._pause)
 
     def _observe(self, plan: Plan, round_: RoundOutput, is_first: bool) -> None:
         """Count one round. is_first: of several that ran in one call, of which the first takes longer."""
@@ -300,7 +302,7 @@ class Adaptive(Policy):
         times = self._all_times.of(count, _mean(self._context_lengths))
         self._clock.tokens += emitted
         self.tracker.pass_time(emitted)
-        self._rounds_left -= 1
+        self._rounds_left, self._pause = self._rounds_left - 1, self._pause - 1
         self._probe_in -= 1
         times.since_plain += 1
         # What a round drafted, also beyond the end of a sequence: it took the time of all of it.

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 SHARE = 0.0085
 """The share of decoding time that drafting may lose. Decisions take up to .003 of it in addition."""
-BET, LEAST_BET = 1 / 3, 0.1
+BET, LEAST_BET = 1 / 3, 0.15
 """A round that layers draft may cost this share of the balance, or that of the largest one, when it is chosen.
 
 Staking a part of what is there (Kelly, 1956) keeps a few rejected drafts from ending those that pay in the mean."""

@@ -33,7 +33,7 @@ def test_drafts_have_few_lengths_and_no_stop_rule(right):
 def test_a_users_limit_is_part_of_the_decision(most):
     given = recorded()
     done = play(Adaptive(given, most=most), given, 200)
-    assert max(max(one.plan.draft_lengths) for one in done) == {1: 1, 5: 5, 30: 7}[most]
+    assert max(max(one.plan.draft_lengths) for one in done) == {1: 1, 5: 4, 30: 4}[most]
 
 
 def test_a_length_is_kept_where_another_gains_little():

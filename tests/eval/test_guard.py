@@ -10,6 +10,7 @@ from eval import guard
 from eval.__main__ import main
 from eval.config import FOLDER, config_of
 from eval.guard import Cell, Found, GuardConfig
+from eval.guard_virtual import RECORDING, Seconds, Virtual, simulate
 from eval.records import read_lines
 
 
@@ -47,6 +48,7 @@ def test_a_run_prints_the_lowest_cells_first_and_is_resumed(tmp_path, capsys, mo
 
     monkeypatch.setattr(guard, "measured", measured)
     given = ["guard", "--models", "demo", "--threads", "1", "--rows", "1", "--temperatures", "0", "--starts", "warm"]
+    given += ["--virtual-rows"]
     texts = ["--texts", *(f"{name}={FOLDER / 'prompts.jsonl'}" for name in ("code", "other"))]
     more = ["--output", str(tmp_path)]
     assert main([*given, *texts[:2], *more]) == 0
@@ -69,6 +71,20 @@ def test_a_cell_is_measured_in_turns_and_its_outputs_are_compared():
     for start in (guard.COLD, guard.WARM):
         found = guard.measured(open_llm("demo"), Cell("demo", 1, 2, "code", 0.0, start), config)
         assert found.is_equal and len(found.ratios) == 1 and found.ratios[0] > 0
+
+
+def test_cells_in_virtual_time_charge_what_a_device_would_wait_for(tmp_path, capsys, monkeypatch):
+    cell = Virtual(1, 0.8)
+    found = simulate(cell, tokens=64, outputs=2)
+    assert 0 < found.fixed < found.plain and found.recording == found.recordings * RECORDING
+    assert found.adaptive > found.recording and Seconds(2.0, 1.9, 1.0, 0, 0.0).passes(0.8) is False
+    assert Seconds(1.0, 0.99, 0.5, 0, 0.0).passes(0.02) and not Seconds(1.0, 1.9, 0.9, 0, 0.0).passes(0.8)
+    monkeypatch.setattr(guard, "cells_of", lambda config: ())
+    monkeypatch.setattr(guard, "simulate", lambda cell: Seconds(1.0, 1.2, 0.97, 1, 0.1))
+    given = ["guard", "--models", "demo", "--virtual-rows", "1", "--output", str(tmp_path)]
+    assert main(given) == 0
+    assert "best fixed over adaptive" in capsys.readouterr().out and len(read_lines(tmp_path / "virtual.jsonl")) == 2
+    assert main(given) == 0 and len(read_lines(tmp_path / "virtual.jsonl")) == 2
 
 
 def test_wrong_options_are_refused(capsys):
