@@ -15,9 +15,11 @@ from torch import Tensor
 from selfspec.kernels import compiled_call as c
 from selfspec.kernels.large_pages import LargePageAllocator
 from selfspec.model.exit_heads import EPS, ExitHead, ExitHeads
+from selfspec.model.gguf_blocks import Blocks, BlockWeight
 from selfspec.model.llama_weights import Layer, Linear, activation_bytes
 from selfspec.model.quantized import dense
 
+BLOCK = 32  # weights of a block of Q8_0
 UNPAIRED = 1 << 40  # outputs before a gap; more than any weight has, so there is none
 
 
@@ -147,7 +149,7 @@ def fits_half(weight: Tensor) -> bool:
 
 
 class PackedExitHead:
-    """The packed products of a head, and its norm in float32.
+    """The packed products of a head, and its norm in float32. Its weights are rounded to 8 bits, as it only drafts.
 
     Attributes:
         struct: the structure for compiled functions.
@@ -155,26 +157,30 @@ class PackedExitHead:
 
     def __init__(self, head: ExitHead) -> None:
         memory = LargePageAllocator()
-        self._norm = cast(Tensor, head.norm)
-        self._gate_up = Packed([Linear(head.gate, None), Linear(head.up, None)], memory, paired=True)
-        self._down = Packed([Linear(head.down, None)], memory)
-        self._weights = [*head.parameters()]
+        self.num_edits = edits_of(head)
+        gate, up, down = (in_bytes(cast(Tensor, weight)) for weight in (head.gate, head.up, head.down))
+        self._products = Packed([gate, up], memory, paired=True), Packed([down], memory)
         with torch.inference_mode(False):  # used in later calls, outside of inference mode, too
-            self._norm_copy = self._norm.detach().to(torch.float32, copy=True)
-        self.struct = c.ExitHead(self._gate_up.struct, self._down.struct, self._norm_copy.data_ptr(), EPS)
-        self._num_edits = self._count_edits()
+            self._norm = cast(Tensor, head.norm).detach().to(torch.float32, copy=True)
+        self.struct = c.ExitHead(*(one.struct for one in self._products), self._norm.data_ptr(), EPS)
 
-    def refresh(self) -> None:
-        """Pack the weights again if they were edited in place since the last call, as online learning does."""
-        if (num_edits := self._count_edits()) != self._num_edits:
-            self._gate_up.fill()
-            self._down.fill()
-            self._norm_copy.copy_(self._norm.detach())
-            self.struct.gate_up, self.struct.down = self._gate_up.struct, self._down.struct
-            self._num_edits = num_edits
 
-    def _count_edits(self) -> int:
-        return sum(0 if weight.is_inference() else weight._version for weight in self._weights)
+def edits_of(head: ExitHead) -> int:
+    """The number of edits in place of a head's weights."""
+    return sum(0 if weight.is_inference() else weight._version for weight in head.parameters())
+
+
+def in_bytes(weight: Tensor) -> Linear:
+    """A weight `[out, in]` in blocks of 32 signed bytes with a scale (Q8_0); as it is where 32 does not divide `in`."""
+    count, width = weight.shape
+    if width % BLOCK:
+        return Linear(weight, None)
+    with torch.inference_mode(False), torch.no_grad():
+        numbers = weight.detach().float().clone().view(count, -1, BLOCK)
+        scales = (numbers.abs().amax(-1, keepdim=True) / 127).half()
+        bytes_ = (numbers / scales.float().clamp(min=1e-12)).round().clamp(-127, 127).to(torch.int8)
+        data = torch.cat((scales.view(torch.uint8), bytes_.view(torch.uint8)), -1).view(count, -1)
+        return Linear(BlockWeight(Blocks("Q8_0", data.contiguous()), activation_bytes=2), None)
 
 
 class PackedExitHeads:
@@ -189,9 +195,8 @@ class PackedExitHeads:
             return None
         head = cast(ExitHead, heads.heads[str(exit_layer)])
         packed = self._packed.get(head)
-        if packed is None:
+        if packed is None or packed.num_edits != edits_of(head):  # by online learning
             packed = self._packed[head] = PackedExitHead(head)
-        packed.refresh()
         return packed
 
 
