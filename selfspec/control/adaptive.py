@@ -173,7 +173,7 @@ class Adaptive(Policy):
         if times.since_plain >= times.plain_interval:
             self._rounds_left, times.plain_interval = 0, min(2 * times.plain_interval, PLAIN_EVERY[1])
             return Plan(None, (0,) * count, num_rounds=PLAIN_ROUNDS[1], speedup=1.0)
-        if not self.ledger.covers_layers and self.ledger.layers_price > self.ledger.stake:
+        if not self.ledger.covers_layers and self.ledger.layers_price > self.ledger.least_stake:
             self._rounds_left = 0  # shorter drafts may be covered
         if self._rounds_left <= 0 or is_other:
             self._has_processors = has_processors
@@ -223,9 +223,9 @@ class Adaptive(Policy):
             right, share = self.tracker.estimates()
             evidence = Evidence(right, share, self.tracker.lasting.sum((0, 2)), self._agreement.ratios())
             now = self.decision
-            candidates = self._candidates(times, plain + self.ledger.stake)
+            candidates = self._candidates(times, self.ledger)
             for measured in (False, True):
-                candidates = self._candidates(times, plain + self.ledger.stake, measured) if measured else candidates
+                candidates = self._candidates(times, self.ledger, measured) if measured else candidates
                 self.decision = decide(now, candidates, self._layers, evidence)
                 if self.decision.drafter.draft_vocab is None:
                     break
@@ -250,15 +250,15 @@ class Adaptive(Policy):
             self._rounds_left = max(self._interval, self._pause)
         self._has_decided = True
 
-    def _candidates(self, times: Times, most_seconds: float = math.inf, measured: bool = False) -> Candidates:
+    def _candidates(self, times: Times, ledger: Ledger | None = None, measured: bool = False) -> Candidates:
         drafters = self._drafters.now(self._has_processors, measured)
-        return Candidates(self.costs, times, drafters, self._most, most_seconds)
+        return Candidates(self.costs, times, drafters, self._most, ledger)
 
     def _set_layers_price(self, plain: float) -> None:
         """Set what rounds that layers draft lose if nothing is accepted."""
         decision, price = self.decision, 0.0
         if decision.exit_layer is not None:
-            count = sum([seconds <= plain + self.ledger.stake for seconds in decision.rounds[1:]])
+            count = sum([seconds <= plain + self.decision.stake for seconds in decision.rounds[1:]])
             decision = self.decision = decision._replace(most=max(1, min(decision.most, count)))
             price = decision.rounds[min(decision.most, self._most)] - plain
         self.ledger = self.ledger._replace(layers_price=price)

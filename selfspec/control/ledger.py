@@ -10,10 +10,8 @@ if TYPE_CHECKING:
 
 SHARE = 0.0085
 """The share of decoding time that drafting may lose. Decisions take up to .003 of it in addition."""
-BET, LEAST_BET = 1 / 3, 0.15
-"""A round that layers draft may cost this share of the balance, or that of the largest one, when it is chosen.
-
-Staking a part of what is there (Kelly, 1956) keeps a few rejected drafts from ending those that pay in the mean."""
+LEAST_STAKE = 0.15
+"""A round that layers draft may be chosen if it can lose no more than this share of the largest balance."""
 OVERRUN = 1.25
 """A round that drafts is charged with at most so many times its expected time; others delay plain rounds, too."""
 SECONDS, ROUNDS = 1.0, 64
@@ -48,9 +46,9 @@ class Ledger(NamedTuple):
         return SHARE * max(SECONDS, ROUNDS * self.plain_seconds)
 
     @property
-    def stake(self) -> float:
-        """Seconds that a round that layers draft may lose when it is chosen."""
-        return max(BET * self.balance, LEAST_BET * self.most)
+    def least_stake(self) -> float:
+        """Seconds that any round that layers draft may lose when it is chosen."""
+        return LEAST_STAKE * self.most
 
     @property
     def covers_layers(self) -> bool:

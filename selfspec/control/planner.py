@@ -17,7 +17,7 @@ from selfspec.control.acceptance import Floats
 from selfspec.control.costs import Costs
 from selfspec.control.drafters import BY_LAYERS, MOST, MOST_FOUND, RECORDED_LENGTHS, Drafter
 from selfspec.control.ledger import Ledger
-from selfspec.control.plan import LookupTable, ShadowPlan, SurvivalStop
+from selfspec.control.plan import NUM_BINS, LookupTable, ShadowPlan, SurvivalStop
 from selfspec.control.times import Times
 from selfspec.core import Plan
 
@@ -53,6 +53,7 @@ class Decision(NamedTuple):
     rounds: Sequence[float] = (0.0,) * (MOST + 1)  # seconds of a round by drafted tokens per row
     stop: SurvivalStop | None = None
     most: int = MOST  # maximum draft length
+    stake: float = 0.0  # seconds that a round may lose
 
     def plan(
         self,
@@ -88,7 +89,12 @@ class Candidates:
 
     Args:
         most: maximum draft length in recorded rounds.
-        most_seconds: rounds that take longer are not chosen.
+        ledger: rounds that lose more than a stake where nothing is accepted are not chosen; None: all may be.
+
+    Attributes:
+        stakes: of the last `rates`, the same shape: what a round may lose, in seconds. It is the share of the ledger's
+            balance by which it grows fastest in the long run (Kelly, 1956): the expected gain over the largest one. So
+            a few rejected drafts do not end those that pay in the mean.
     """
 
     def __init__(
@@ -97,7 +103,7 @@ class Candidates:
         times: Times,
         drafters: Sequence[Drafter] = (BY_LAYERS,),
         most: int = MOST,
-        most_seconds: float = math.inf,
+        ledger: Ledger | None = None,
     ) -> None:
         self.num_rows, self.plain_seconds, self.drafters = times.num_rows, times.plain_seconds, drafters
         recorded = costs.recorded_length(self.num_rows)
@@ -108,7 +114,9 @@ class Candidates:
         self._is_allowed = self.longest >= _LENGTHS
         if not self.stops_early:
             self._is_allowed &= np.isin(_LENGTHS, [min(length, most) for length in RECORDED_LENGTHS])
-        self.seconds, self._most_seconds = np.array([times.drafts(drafter) for drafter in drafters]), most_seconds
+        self.stakes: Floats = np.empty(0)
+        self._ledger = ledger
+        self.seconds = np.array([times.drafts(drafter) for drafter in drafters])
         """`[drafters, L - 1, MOST + 1]`: seconds of rounds in which every row drafts 0, 1, .., `MOST` tokens."""
 
     def rates(self, right: Floats, share: Floats, coverages: Floats) -> tuple[Floats, Floats]:
@@ -125,8 +133,9 @@ class Candidates:
         if self.num_rows > 1 or not self.stops_early:
             acceptance = np.add.reduce(drafted_right, 2, keepdims=True)
             kept = 1 + np.add.accumulate(acceptance**_LENGTHS, 2)
-            kept = self.num_rows * kept * self._is_allowed / seconds[:, :, 1:]
-            return self._affordable(kept, seconds[:, :, 1:]), np.tile(_LENGTHS, (len(share), 1))
+            rounds = seconds[:, :, 1:]
+            rates = self._affordable(kept, rounds, rounds, 1 + _LENGTHS) * self._is_allowed
+            return rates, np.tile(_LENGTHS, (len(share), 1))
         # P(confidence above the bound), P(above and accepted) for each drafter: [1 + drafters, L - 1, bins]
         likely = np.concatenate((share[None], drafted_right))
         above = np.minimum(np.add.accumulate(likely[:, :, ::-1], 2)[:, :, ::-1], 1 - 1e-6)
@@ -138,12 +147,27 @@ class Candidates:
         for line, of_drafter in zip(rounds, seconds, strict=True):
             below, beyond = of_drafter.take(at), of_drafter.take(at + 1)
             line[:] = below + (drafted - low) * (beyond - below)
-        capped = seconds[:, :, list(CAPS)]  # a draft may go on to its maximum
-        found = ((1 + above[1:, :, :1] * kept) / rounds).reshape(*capped.shape[:2], -1, len(CAPS))
-        return self._affordable(found, capped[:, :, None]).reshape(kept.shape), drafted
+        most = np.tile(CAPS, NUM_BINS)  # a draft may go on to its maximum
+        return self._affordable(1 + above[1:, :, :1] * kept, rounds, seconds[:, :, most], 1 + most), drafted
 
-    def _affordable(self, rates: Floats, seconds: Floats) -> Floats:
-        return rates if self._most_seconds == math.inf else np.where(seconds <= self._most_seconds, rates, 0.0)
+    def _affordable(self, kept: Floats, rounds: Floats, longest: Floats, most: Floats) -> Floats:
+        """Tokens per second, 0 where a stake is exceeded.
+
+        Args:
+            kept: expected tokens of a row.
+            rounds: expected seconds.
+            longest: seconds of rounds with the longest drafts.
+            most: tokens of a row if all of these are accepted.
+        """
+        rates = self.num_rows * kept / rounds
+        if self._ledger is None:
+            self.stakes = np.full(rates.shape, math.inf)
+            return rates
+        prices = longest / self.plain_seconds - 1
+        gains = kept - rounds / self.plain_seconds
+        shares = np.minimum(np.maximum(gains, 0) / np.maximum(most - 1 - prices, 1e-9), 1)
+        self.stakes = np.maximum(shares * self._ledger.balance, self._ledger.least_stake)
+        return np.where(self.plain_seconds * prices <= self.stakes, rates, 0.0)
 
     def limits(self) -> Floats:
         """Upper bounds of the tokens per second of all rows, `[L - 1]`: with an acceptance rate of 1."""
@@ -169,9 +193,7 @@ def decide(now: Decision, candidates: Candidates, layers: Sequence[int], evidenc
     drafters = candidates.drafters
     coverages = np.array([[drafter.coverage] for drafter in drafters]).repeat(len(evidence.right), 1)
     coverages[[drafter.by_copies for drafter in drafters]] *= evidence.agreement
-    rates, drafted = candidates.rates(
-        evidence.right, evidence.share, coverages
-    )  # [drafters, L - 1, stops], [L - 1, stops]
+    rates, drafted = candidates.rates(evidence.right, evidence.share, coverages)
     expected = np.maximum.reduce(rates, 2)
     margin = 0.0 if candidates.stops_early else RECORD_MARGIN
     at, exit_layer = _choose(now, margin, candidates.num_rows, drafters, layers, expected, evidence)
@@ -187,7 +209,7 @@ def decide(now: Decision, candidates: Candidates, layers: Sequence[int], evidenc
     rate, length = float(rates[at, line, stop]), float(drafted[line, stop])
     right = tuple((evidence.right[line] * coverages[at, line]).tolist())
     drafting = _drafting(exit_layer, at, rate, length, right, candidates, evidence)
-    return drafting._replace(usual=best, speedup=best / plain)
+    return drafting._replace(usual=best, speedup=best / plain, stake=float(candidates.stakes[at, line, stop]))
 
 
 def _choose(
