@@ -100,7 +100,7 @@ def replay(
         done.seconds += prefill(rows, prefill_chunk, policy, costs)
         ready = [row for row in rows if row.sequence.is_prefilled]
         if ready:
-            policy.set_waiting(len(waiting))
+            policy.set_waiting(len(waiting), len(rows) - len(ready))
             run_program(ready, len(ready) < len(rows), checked, costs, done, overheads, deadline)
         rows = [row for row in rows if row.sequence.num_remaining]
     return done

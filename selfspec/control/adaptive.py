@@ -97,6 +97,7 @@ class Adaptive(Policy):
         self._probed: tuple[int, ...] = ()  # those that are worth a probe
         self._rows: list[tuple[int, int]] = []  # identities of the rows of the last decision, see `Sequence.identity`
         self._in_ledger: list[tuple[int, int]] = []  # identities of the rows of `Ledger.leads`
+        self._num_reading = 0  # rows that read their prompts
         self._has_processors = False  # whether any of these rows has processors
         self._context_lengths: abc.Sequence[int] = (0,)  # tokens per row
         self._pause = 0  # rounds until a decision after a probe is within its share of the time
@@ -121,7 +122,8 @@ class Adaptive(Policy):
             self._has_copies = has_copies and self._may_copy
             self._reset_drafters()
 
-    def set_waiting(self, num_waiting: int) -> None:
+    def set_waiting(self, num_waiting: int, num_reading: int = 0) -> None:
+        self._num_reading = num_reading
         self.ledger = self.ledger._replace(has_waiting=num_waiting > 0)
 
     def _reset_drafters(self) -> None:
@@ -173,6 +175,8 @@ class Adaptive(Policy):
         if times.since_plain >= times.plain_interval:
             self._rounds_left, times.plain_interval = 0, min(2 * times.plain_interval, PLAIN_EVERY[1])
             return Plan(None, (0,) * count, num_rounds=PLAIN_ROUNDS[1], speedup=1.0)
+        if is_other and self._num_reading:  # other rows join after this round
+            return Plan(None, (0,) * count, speedup=1.0)
         if not self.ledger.covers_layers and self.ledger.layers_price > self.ledger.least_stake:
             self._rounds_left = 0  # shorter drafts may be covered
         if self._rounds_left <= 0 or is_other:
@@ -267,11 +271,10 @@ class Adaptive(Policy):
         """Choose draft lengths by match length, and set what these rounds lose if nothing is accepted."""
         self._lookups, prices = None, (0.0,)
         if self._looks_up:
-            rates = []
             for row in rows:
                 if row.new_lookup is not None:
                     self._ngrams.take(row.lookup.take_tally(), row.seq_id)
-                rates.append(self._ngrams.rates(row.seq_id))
+            rates = self._ngrams.rates([row.seq_id for row in rows])
             self._ngrams.keep_rows([row.seq_id for row in rows])
             seconds, longest = times.lookups(), self.costs.recorded_length(len(rows))
             most = min(self._most_found, int(np.count_nonzero(seconds <= affordable)) - 1)

@@ -23,6 +23,7 @@ HALF_LIFE, ROW_HALF_LIFE = 200.0, 60.0  # of all rows' and of one row's counts, 
 MOST_OF_PROMPT = 16.0  # largest number of observations that a prompt counts as
 _PRIOR = np.array(PRIOR * len(SOURCES))
 _SHAPE = 2, NUM_LOOKUP_BINS  # hits, seen
+_NOTHING = np.zeros(_SHAPE)
 LEAST_CHANCE = 0.05  # tokens with a lower acceptance probability are not drafted
 TYPICAL = 8  # drafted tokens per row at which the cost of one more token is taken
 # [NUM_LOOKUP_BINS, MOST_FOUND]: the match before each further token of a draft is one token longer.
@@ -72,24 +73,19 @@ class NgramStats:
             counts.add(at, right)
             counts.add(at + NUM_LOOKUP_BINS, seen)
 
-    def rates(self, seq_id: int) -> list[float]:
-        """By `lookup_bin`: the probability that the token after a match of this row is the one that the text has."""
+    def rates(self, rows: Sequence[int]) -> Floats:
+        """Per row and `lookup_bin`: the probability that the token after a match is the one that the text has."""
         hits, seen = self._pooled.now()
-        rates = (hits + PRIOR_WEIGHT * _PRIOR) / (seen + PRIOR_WEIGHT)
-        if seq_id in self._rows:
-            hits, seen = self._rows[seq_id].now()
-            rates = (hits + ROW_WEIGHT * rates) / (seen + ROW_WEIGHT)
-        by_bin: list[float] = rates.tolist()
-        return by_bin
+        usual = (hits + PRIOR_WEIGHT * _PRIOR) / (seen + PRIOR_WEIGHT)
+        own = np.array([self._rows[row].now() if row in self._rows else _NOTHING for row in rows])
+        return np.asarray((own[:, 0] + ROW_WEIGHT * usual) / (own[:, 1] + ROW_WEIGHT))
 
 
-def table(
-    rates: Sequence[Sequence[float]], seconds: Floats, usual: float, most: int = MOST_FOUND
-) -> LookupTable | None:
+def table(rates: Floats, seconds: Floats, usual: float, most: int = MOST_FOUND) -> LookupTable | None:
     """Draft lengths of all rows; None where no draft is expected to be faster than decoding without lookup.
 
     Args:
-        rates: per row and `lookup_bin`, the probability that the token after a match is the one that the text has.
+        rates: `[rows, bins]`: the probability that the token after a match is the one that the text has.
         seconds: of rounds in which all rows together draft 0, 1, 2, .. tokens.
         usual: tokens per second of all rows without lookup.
         most: maximum draft length of a row.
@@ -100,7 +96,9 @@ def table(
     needs = usual * seconds - count
     if not (needs < np.arange(len(needs))).any():
         return None  # slower even if every draft were accepted
-    chances = np.cumprod(np.array(rates)[:, _BINS], 2)  # [rows, bins, MOST_FOUND]: all tokens so far are accepted
+    chances: Floats = np.multiply.accumulate(
+        rates[:, _BINS], 2
+    )  # [rows, bins, MOST_FOUND]: all tokens so far are accepted
     shared = min(most, MOST_PACKED // count)  # the ledger cuts what all rows draft
     lengths, gains = _single(chances, seconds, needs, most) if count == 1 else _shared(chances, seconds, usual, shared)
     if not lengths.any():

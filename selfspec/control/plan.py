@@ -195,8 +195,8 @@ class Policy:
     def set_copies(self, has_copies: bool) -> None:
         """Allow drafts by 4-bit copies of the layers, or not."""
 
-    def set_waiting(self, num_waiting: int) -> None:
-        """Tell how many requests wait for a place in the batch; called before `plan`."""
+    def set_waiting(self, num_waiting: int, num_reading: int = 0) -> None:
+        """Tell how many requests wait for a place in the batch, and how many read their prompts, before `plan`."""
 
 
 class Plain(Policy):

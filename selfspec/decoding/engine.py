@@ -234,7 +234,7 @@ class LLMEngine:
         seconds.lap("prefill")
         ready = [sequence for sequence in self.running if sequence.is_prefilled and sequence.num_remaining > 0]
         if ready:
-            self._policy.policy.set_waiting(self.num_waiting)
+            self._policy.policy.set_waiting(self.num_waiting, len(self.running) - len(ready))
             plan, deadline = self._limited(self._policy.plan(ready), ready)
             rounds = self._run(ready, plan, deadline, seconds)
             self._policy.observe(plan, rounds)

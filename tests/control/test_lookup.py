@@ -54,10 +54,10 @@ def test_match_lengths_fall_into_bins():
 def test_what_was_right_after_such_matches_is_expected_again_and_what_was_not_is_not():
     for right in (0, 40):
         stats = NgramStats(TokenClock())
-        before = stats.rates(0)
+        before = stats.rates([0])[0]
         stats.take(tally(5, 0, 0), 0)  # its prompt
         stats.take(tally(5, right, 40), 0)
-        after = stats.rates(0)
+        after = stats.rates([0])[0]
         assert (after[match_bin(5)] > before[match_bin(5)]) == (right > 0)
         assert after[match_bin(20)] == pytest.approx(before[match_bin(20)])
 
@@ -67,10 +67,10 @@ def test_a_row_that_only_seems_to_repeat_itself_is_told_from_those_that_do():
     for seq_id, right in ((0, 50), (1, 0)):
         stats.take(tally(9, 0, 0), seq_id)
         stats.take(tally(9, right, 50), seq_id)
-    good, bad, other = (stats.rates(i)[match_bin(9)] for i in (0, 1, 2))
+    good, bad, other = (stats.rates([i])[0][match_bin(9)] for i in (0, 1, 2))
     assert bad < 0.2 < other < 0.8 < good
     stats.keep_rows([])
-    assert stats.rates(0)[match_bin(9)] == pytest.approx(stats.rates(1)[match_bin(9)])
+    assert stats.rates([0])[0][match_bin(9)] == pytest.approx(stats.rates([1])[0][match_bin(9)])
 
 
 def test_a_prompt_counts_for_few_tokens_and_older_ones_fade():
@@ -80,14 +80,14 @@ def test_a_prompt_counts_for_few_tokens_and_older_ones_fade():
     for _ in range(3):
         passed.tokens += 300
         stats.take(tally(9, 0, 12), 0)
-    assert stats.rates(0)[match_bin(9)] < 0.35
+    assert stats.rates([0])[0][match_bin(9)] < 0.35
 
 
 def test_what_came_of_a_draft_counts_by_the_match_before_each_token():
     stats = NgramStats(TokenClock())
     for _ in range(10):
         stats.add(4, 6, 3, 0, RESPONSES)  # tokens after matches of 4, 5, 6 were right, and that after 7 was not
-    rates, prior = stats.rates(0), NgramStats(TokenClock()).rates(0)
+    rates, prior = stats.rates([0])[0], NgramStats(TokenClock()).rates([0])[0]
     for at, order in ((lookup_bin(4, RESPONSES), 1), (lookup_bin(7, RESPONSES), -1)):
         assert order * rates[at] > order * prior[at]
     for other in (OWN_TEXT, CORPUS):  # every source has statistics of its own
@@ -105,7 +105,7 @@ def test_what_came_of_a_draft_counts_by_the_match_before_each_token():
 def test_a_single_rows_length_is_that_of_most_tokens_per_second(rates, source, speedup, most):
     times = times_of(even_costs(), 1)
     usual, seconds = speedup / times.plain_seconds, times.lookups()
-    found = table([rates], seconds, usual, most)
+    found = table(np.array([rates]), seconds, usual, most)
     for match in SHORTEST:
         chances = np.cumprod([rates[lookup_bin(match + at, source)] for at in range(most)])
         kept = [1.0, *(1 + np.cumsum(np.where(chances < LEAST_CHANCE, 0, chances)))]
@@ -123,7 +123,7 @@ def test_a_single_rows_length_is_that_of_most_tokens_per_second(rates, source, s
 def test_rows_of_a_batch_draft_where_all_together_promise_more_than_is_usual(count, rate, seed):
     times = times_of(even_costs(rows=(1, 4, 8)), count)
     usual = count / times.plain_seconds
-    found = table([[rate] * NUM_LOOKUP_BINS] * count, times.lookups(), usual)
+    found = table(np.full((count, NUM_LOOKUP_BINS), rate), times.lookups(), usual)
     matches = np.random.default_rng(seed).integers(0, 40, count).tolist()
     lengths = None if found is None else found.drafted(matches, [100] * count)
     if lengths is not None:
