@@ -6,11 +6,15 @@ batches of questions plainly and by the default policy in turns, each first ever
 the ratio of their times is narrow enough. Times are of decoding, without reading the prompts. Cells that do not become
 narrow in time are undecided, which does not pass. Outputs are compared, too. A run that was stopped is resumed by the
 same command. Cells in virtual time follow, see `eval.guard_virtual`.
+
+For models with random weights a text is scripted: predicted outputs (`SamplingParams.prediction`) of whose tokens a
+given share is right.
 """
 
 from __future__ import annotations
 
 import math
+import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +30,7 @@ from eval import measurement
 from eval.config import FOLDER, config_of, parser_of
 from eval.figures import drawing, table
 from eval.guard_virtual import ACCEPTANCE, GPU, RECORDING, SHAPE, Seconds, Virtual, simulate
-from eval.models import decode, open_llm, with_policy
+from eval.models import Ids, decode, open_llm, with_policy
 from eval.questions import encode, read_questions
 from eval.records import append_line, read_lines, resume, write_file
 from selfspec import LLM
@@ -35,6 +39,7 @@ from train.configuration import check, check_known, check_least, flags_given, op
 
 COLD, WARM = "cold", "warm"
 FEWEST = 6  # pairs of a cell
+PROMPT = 48  # tokens of a random prompt
 NOT_RECORDED = ("output", "models", "threads", "rows", "texts", "temperatures", "starts", "seconds", "virtual_rows")
 COLUMNS = (
     "model",
@@ -62,7 +67,7 @@ class GuardConfig:
     models: tuple[str, ...] = option(("demo", "smollm2"), "Names of models, folders or GGUF files.")
     threads: tuple[int, ...] = option((1, 2), "Numbers of threads.")
     rows: tuple[int, ...] = option((1, 4, 16), "Rows decoded together.")
-    texts: tuple[str, ...] = option(TEXTS, "NAME=FILE of questions.")
+    texts: tuple[str, ...] = option(TEXTS, "NAME=FILE of questions, or NAME=SHARE of right tokens of predictions.")
     temperatures: tuple[float, ...] = option((0.0, 0.8), "Temperatures.")
     starts: tuple[str, ...] = option((COLD, WARM), "cold: without statistics of earlier texts; warm: with them.")
     tokens: int = option(128, "Tokens per row; ends of text are ignored.")
@@ -211,8 +216,9 @@ def cells_of(config: GuardConfig) -> Iterator[Cell]:
 
 def measured(llm: LLM, cell: Cell, config: GuardConfig) -> Found:
     """Decode a cell's batches in turns."""
-    files = dict(text.partition("=")[::2] for text in config.texts)
-    prompts = encode(read_questions(files[cell.text]), llm.tokenizer)
+    given = dict(text.partition("=")[::2] for text in config.texts)[cell.text]
+    share = _share(given)
+    prompts = encode(read_questions(given), llm.tokenizer) if share is None else _random_prompts(llm)
     plain = with_policy(llm, policy="plain", max_num_seqs=cell.rows)
     kept = with_policy(llm, max_num_seqs=cell.rows)
     found, begun = Found([], True), perf_counter()
@@ -221,10 +227,11 @@ def measured(llm: LLM, cell: Cell, config: GuardConfig) -> Found:
         if number == 0:  # not timed
             for one in (plain, with_policy(llm, max_num_seqs=cell.rows)):
                 decode(one, batch, 8)
+        predictions = None if share is None else _predicted(plain, batch, cell, config.tokens, number, share)
         policy = kept if cell.start == WARM else with_policy(llm, max_num_seqs=cell.rows)
         pair = (plain, policy) if number % 2 else (policy, plain)
         with measurement.no_garbage_collection():
-            done = {id(one): _decoded(one, batch, cell, config.tokens, number) for one in pair}
+            done = {id(one): _decoded(one, batch, cell, config.tokens, number, predictions) for one in pair}
         (seconds, wanted), (own, tokens) = done[id(plain)], done[id(policy)]
         found = Found([*found.ratios, seconds / own], found.is_equal and tokens == wanted)
         enough = number + 1 >= FEWEST and found.half_width <= config.half_width
@@ -233,8 +240,29 @@ def measured(llm: LLM, cell: Cell, config: GuardConfig) -> Found:
     raise AssertionError("unreachable")
 
 
+def _share(given: str) -> float | None:
+    """The share of right tokens in predictions that a text's value says; None where it is a file."""
+    try:
+        return float(given)
+    except ValueError:
+        return None
+
+
+def _random_prompts(llm: LLM) -> list[list[int]]:
+    """Prompts for models whose weights are random."""
+    dice = random.Random(0)
+    return [[dice.randrange(llm.target.split.vocab_size) for _ in range(PROMPT)] for _ in range(64)]
+
+
+def _predicted(plain: LLM, batch: Ids, cell: Cell, num_tokens: int, seed: int, share: float) -> list[list[int]]:
+    """The outputs of plain decoding, of whose tokens this share is right and the others are random."""
+    _, outputs = _decoded(plain, batch, cell, num_tokens, seed)
+    dice, vocab = random.Random(seed), plain.target.split.vocab_size
+    return [[token if dice.random() < share else dice.randrange(vocab) for token in output] for output in outputs]
+
+
 def _decoded(
-    llm: LLM, batch: Sequence[Sequence[int]], cell: Cell, num_tokens: int, seed: int
+    llm: LLM, batch: Ids, cell: Cell, num_tokens: int, seed: int, predictions: Ids | None = None
 ) -> tuple[float, list[list[int]]]:
     """Seconds of decoding a batch, and its tokens."""
     reading = 0.0
@@ -244,7 +272,8 @@ def _decoded(
         reading += round_.seconds.prefill
 
     start = perf_counter()
-    done = decode(llm, batch, num_tokens, temperature=cell.temperature, seeds=seed, on_round=on_round)
+    how = {"temperature": cell.temperature, "seeds": seed, "predictions": predictions, "on_round": on_round}
+    done = decode(llm, batch, num_tokens, **how)
     return perf_counter() - start - reading, [one.token_ids for one in done]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +75,19 @@ def decode(
     *,
     temperature: float = 0.0,
     seeds: int | Sequence[int] = 0,
+    predictions: Ids | None = None,
     on_round: OnRound | None = None,
 ) -> list[CompletionOutput]:
     """The outputs of the prompts, in their order; only their length ends them.
 
     Args:
         max_new_tokens, seeds: one number for all prompts, or one per prompt.
+        predictions: predicted outputs, which are drafted from; None: there are none.
     """
     several = [[given] * len(prompts) if isinstance(given, int) else given for given in (max_new_tokens, seeds)]
     params = [params_of(most, temperature, seed) for most, seed in zip(*several, strict=True)]
+    if predictions is not None:
+        params = [replace(one, prediction=list(ids)) for one, ids in zip(params, predictions, strict=True)]
     done = llm.generate([list(prompt) for prompt in prompts], params, on_round=on_round)
     return [request.outputs[0] for request in done]
 

@@ -73,6 +73,17 @@ def test_a_cell_is_measured_in_turns_and_its_outputs_are_compared():
         assert found.is_equal and len(found.ratios) == 1 and found.ratios[0] > 0
 
 
+def test_predicted_outputs_stand_for_texts_of_models_with_random_weights():
+    from eval.models import open_llm
+
+    config = GuardConfig(models=("demo",), texts=("most=0.9",), tokens=24, seconds=0.01)
+    llm, cell = open_llm("demo"), Cell("demo", 1, 2, "most", 0.0, guard.WARM)
+    assert guard.measured(llm, cell, config).is_equal
+    batch = guard._random_prompts(llm)[:2]
+    right, wrong = (guard._predicted(llm, batch, cell, 24, 0, share) for share in (1.0, 0.0))
+    assert [len(one) for one in right] == [24, 24] and sum(map(int.__eq__, right[0], wrong[0])) < 8
+
+
 def test_cells_in_virtual_time_charge_what_a_device_would_wait_for(tmp_path, capsys, monkeypatch):
     cell = Virtual(1, 0.8)
     found = simulate(cell, tokens=64, outputs=2)
