@@ -20,7 +20,7 @@ import numpy as np
 
 from selfspec.control.acceptance import Agreement, TokenClock, Tracker
 from selfspec.control.costs import Costs
-from selfspec.control.drafters import MOST, MOST_FOUND, Drafters, recorded_exits
+from selfspec.control.drafters import MOST, MOST_FOUND, Drafters, recorded_exits, recorded_lengths
 from selfspec.control.ledger import SHARE, Ledger
 from selfspec.control.ngrams import NgramStats, table
 from selfspec.control.plan import (
@@ -195,6 +195,24 @@ class Adaptive(Policy):
             num_rounds = min(num_rounds, max(1, math.ceil(wait)))
         return self.decision.plan(count, num_rounds, self._most, self._lookups, shadow, ledger)
 
+    def likely(self, num_rows: int) -> list[Plan]:
+        """See `Policy.likely`. Where rounds are recorded, no other recordings serve its plans."""
+        none = (0,) * num_rows
+        plans, longest = [Plan(None, none)], self.costs.recorded_length(num_rows)
+        if not longest:
+            return plans
+        if self._looks_up:
+            longest_found = min(longest, self._most_found)
+            lengths = {min(1 << i, longest_found + 1) - 1 for i in range(1, (longest_found + 1).bit_length() + 1)}
+            plans += [Plan(LOOKUP, (length,) * num_rows) for length in sorted(lengths - {0})]
+        for drafter in self._drafters.now(measured=False) if self._layers else []:
+            for exit_layer in self._layers:
+                for length in recorded_lengths(longest, self._most):
+                    plans.append(Plan(exit_layer, (length,) * num_rows, draft_vocab=drafter.draft_vocab))
+        if self._layers:
+            plans.append(Plan(None, none, shadow=ShadowPlan(tuple(self._layers), (0,), 1)))
+        return plans
+
     def _probe(self, num_rows: int) -> ShadowPlan | None:
         """A probe of layers that do not draft but could be faster, if one is due and the ledger covers it."""
         if not self._probed or self._probe_in > 0:
@@ -241,8 +259,10 @@ class Adaptive(Policy):
         self._set_layers_price(plain)
         faster = self._could_pay
         if self.costs.recorded is not None and faster:
-            faster = tuple(self._layers)  # always the same, so that few recordings of parts are made for probes
+            faster = tuple(self._layers)
         self._probed = tuple([layer for layer in faster if layer != self.decision.exit_layer])
+        if self.costs.recorded is not None and self._probed:  # one recording serves all probes, which do not draft
+            self._probed = faster
         if before != self.decision.exit_layer:
             self._probe_interval = PROBE_EVERY[0]
         self._interval = FIRST if is_other else min(2 * self._interval, MOST_ROUNDS)
@@ -263,7 +283,10 @@ class Adaptive(Policy):
         decision, price = self.decision, 0.0
         if decision.exit_layer is not None:
             count = sum([seconds <= plain + self.decision.stake for seconds in decision.rounds[1:]])
-            decision = self.decision = decision._replace(most=max(1, min(decision.most, count)))
+            most, longest = min(decision.most, count), self.costs.recorded_length(len(self._context_lengths))
+            if longest is not None:
+                most = max([length for length in recorded_lengths(longest, self._most) if length <= most], default=1)
+            decision = self.decision = decision._replace(most=max(1, most))
             price = decision.rounds[min(decision.most, self._most)] - plain
         self.ledger = self.ledger._replace(layers_price=price)
 

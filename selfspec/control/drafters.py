@@ -54,6 +54,8 @@ class Drafters:
         self._over_all = [BY_LAYERS]
         if copies and costs.copies is not None:
             self._over_all.append(copies_of(costs.num_layers))
+        # Each size is a set of recordings.
+        self._divisors = VOCAB_DIVISORS if costs.recorded is None else VOCAB_DIVISORS[-1:]
         self._with_dear_heads = [drafter for drafter in self._over_all if _has_dear_head(costs, drafter)]
 
     def now(self, only_layers: bool = False, measured: bool = True) -> list[Drafter]:
@@ -66,7 +68,7 @@ class Drafters:
         if only_layers or self._vocabulary is None:
             return [BY_LAYERS] if only_layers else [*self._over_all]
         text, dear = self._vocabulary, self._with_dear_heads
-        sizes = [size for size in (text.vocab_size // divisor for divisor in VOCAB_DIVISORS) if size >= LEAST_VOCAB]
+        sizes = [size for size in (text.vocab_size // divisor for divisor in self._divisors) if size >= LEAST_VOCAB]
         vocabs = [(size, self.share(size), text.coverage(size) if measured else 1.0) for size in sizes if dear]
         return [*self._over_all, *[Drafter(*vocab, one.draft_bits, one.deepest) for vocab in vocabs for one in dear]]
 
@@ -83,6 +85,11 @@ def copies_of(num_layers: int) -> Drafter:
 def deepest_copy(num_layers: int) -> int:
     """The deepest exit layer of copies. Deeper exits do not pay, so copies of further layers would waste memory."""
     return max(1, num_layers // 2)
+
+
+def recorded_lengths(longest: int, most: int = MOST) -> list[int]:
+    """The draft lengths of recorded rounds by layers: at most `longest`, what a recording holds, and `most`."""
+    return sorted({length for length in [min(length, most) for length in RECORDED_LENGTHS] if 0 < length <= longest})
 
 
 def recorded_exits(num_layers: int) -> list[int]:

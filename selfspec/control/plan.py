@@ -189,6 +189,10 @@ class Policy:
     def seed(self, row: Sequence, shadow: ShadowPicks) -> None:
         """Take the shadow picks of a prompt; a prompt may come in two parts."""
 
+    def likely(self, num_rows: int) -> list[Plan]:
+        """Plans to expect for so many rows, plain rounds first: what they need is recorded before decoding."""
+        return []
+
     def set_vocabulary(self, vocabulary: Frequencies | None) -> None:
         """Allow drafts over a part of this vocabulary; None: only over the whole vocabulary."""
 
@@ -204,3 +208,6 @@ class Plain(Policy):
 
     def plan(self, rows: list[Sequence]) -> Plan:
         return Plan(None, (0,) * len(rows), num_rounds=UNBOUNDED_ROUNDS)
+
+    def likely(self, num_rows: int) -> list[Plan]:
+        return [Plan(None, (0,) * num_rows)]

@@ -15,7 +15,7 @@ import numpy as np
 
 from selfspec.control.acceptance import Floats
 from selfspec.control.costs import Costs
-from selfspec.control.drafters import BY_LAYERS, MOST, MOST_FOUND, RECORDED_LENGTHS, Drafter
+from selfspec.control.drafters import BY_LAYERS, MOST, MOST_FOUND, Drafter, recorded_lengths
 from selfspec.control.ledger import Ledger
 from selfspec.control.plan import NUM_BINS, LookupTable, ShadowPlan, SurvivalStop
 from selfspec.control.times import Times
@@ -113,7 +113,7 @@ class Candidates:
         """Maximum draft length."""
         self._is_allowed = self.longest >= _LENGTHS
         if not self.stops_early:
-            self._is_allowed &= np.isin(_LENGTHS, [min(length, most) for length in RECORDED_LENGTHS])
+            self._is_allowed &= np.isin(_LENGTHS, recorded_lengths(self.longest, most))
         self.stakes: Floats = np.empty(0)
         self._ledger = ledger
         self.seconds = np.array([times.drafts(drafter) for drafter in drafters])

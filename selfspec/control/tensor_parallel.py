@@ -28,6 +28,9 @@ class RankZeroPolicy(Policy):
     def plan(self, rows: list[Sequence]) -> Plan:
         return self._from_rank_zero(lambda: self.inner.plan(rows))
 
+    def likely(self, num_rows: int) -> list[Plan]:
+        return self._from_rank_zero(lambda: self.inner.likely(num_rows))
+
     def observe(self, plan: Plan, rounds: list[RoundOutput]) -> None:
         if self._leads:
             self.inner.observe(plan, rounds)

@@ -131,6 +131,7 @@ class LLMEngine:
         self._deadline = STREAM_SECONDS if max_step_seconds is None else max_step_seconds
         examples = None if learner is None else learner.take
         self._executors = executors_for(split, cache, Picker(split), examples)
+        self._executors[0].prepare(policy.likely, self.max_num_seqs)
         self._round_seconds = 0.0  # of the last round
         self.num_preemptions = 0
         """How often a sequence gave its place up for a while, for want of pages."""

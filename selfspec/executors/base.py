@@ -55,6 +55,14 @@ class Executor:
         """Write keys and values of at most `max_tokens` prompt tokens."""
         prefill(self.split, self.cache, self.picker, rows, max_tokens, policy)
 
+    def prepare(self, likely: Callable[[int], list[Plan]], max_rows: int) -> None:
+        """Do now what the first rounds of a policy's plans would wait for.
+
+        Args:
+            likely: gives the plans to expect for a number of rows, see `Policy.likely`.
+            max_rows: most rows of a batch.
+        """
+
     def serves(self, rows: list[Sequence], plan: Plan) -> bool:
         """Whether this executor can run the plan on these rows."""
         raise NotImplementedError

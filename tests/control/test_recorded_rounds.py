@@ -8,6 +8,7 @@ from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs, RoundLimits
 from selfspec.control.drafters import RECORDED_LENGTHS, recorded_exits
 from selfspec.control.planner import Candidates
+from selfspec.core import LOOKUP, Plan
 from tests.control.rounds import Match, Tally, costs, play, sequence, settled, times_of
 
 LIMITS = RoundLimits(longest=15, tokens=64, rows=4)
@@ -27,6 +28,27 @@ def test_drafts_have_few_lengths_and_no_stop_rule(right):
         assert one.plan.stop is None
         assert set(one.plan.draft_lengths) <= {0, *RECORDED_LENGTHS}
         assert one.plan.shadow is None or one.plan.exit_layer is None
+
+
+@pytest.mark.parametrize("most", [None, 2, 3])
+@pytest.mark.parametrize("right", [0, 1, 3, 9])
+def test_what_rounds_draft_is_named_before_decoding(right, most):
+    """What is named is recorded at start, so that no round waits for a recording."""
+    given = recorded()
+    policy = Adaptive(given, most=most)
+    named = {(one.exit_layer, one.draft_lengths, one.shadow and one.shadow.layers) for one in policy.likely(1)}
+    lookup = Match(40, [Tally(50, (50,) * 10, (25 * (right % 2),) * 10)] * 400)
+    done = play(policy, given, 400, lambda plan, n: min(n, right), lookup=lookup)
+    kinds = set()
+    for one in done:
+        plan = one.plan
+        kinds.add((plan.exit_layer, plan.shadow is not None))
+        assert (plan.exit_layer, plan.draft_lengths, plan.shadow and plan.shadow.layers) in named
+        if plan.lookups is not None:
+            most_found = max(max(lengths) for lengths in plan.lookups.lengths)
+            assert most_found <= max(max(one.draft_lengths) for one in policy.likely(1) if one.exit_layer == LOOKUP)
+    assert len(kinds) > 1
+    assert policy.likely(5) == [Plan(None, (0,) * 5)], "more rows than are recorded do not draft"
 
 
 @pytest.mark.parametrize("most", [1, 5, 30])

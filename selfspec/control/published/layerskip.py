@@ -24,9 +24,15 @@ class Fixed(Policy):
     draft_bits: int | None = None
 
     def plan(self, rows: list[Sequence]) -> Plan:
+        return self._plan(len(rows))
+
+    def likely(self, num_rows: int) -> list[Plan]:
+        return [Plan(None, (0,) * num_rows), self._plan(num_rows)]
+
+    def _plan(self, num_rows: int) -> Plan:
         return Plan(
             self.exit_layer,
-            (self.num_speculative_tokens,) * len(rows),
+            (self.num_speculative_tokens,) * num_rows,
             self.min_confidence,
             draft_vocab=self.draft_vocab,
             draft_bits=self.draft_bits,

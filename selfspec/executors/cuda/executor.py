@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from selfspec.core import Plan, RoundOutput, RowRound, Sequence, StageSeconds
 from selfspec.executors.base import Executor, RoundDraft, next_draft
 from selfspec.executors.cuda.round_inputs import RoundRow, RowResult
 from selfspec.executors.cuda.rounds import RecordedRounds
+from selfspec.executors.cuda.shapes import SLOTS
 from selfspec.kernels.layout import MOST_EOS
 
 
@@ -31,11 +32,18 @@ class CudaExecutor(Executor):
 
     def serves(self, rows: list[Sequence], plan: Plan) -> bool:
         """Whether the runner may record rounds of this plan for some of the rows; see `Executor.serves`."""
-        if self.split.runner is None or plan.min_confidence > 0 or plan.stop is not None:
-            return False
-        if plan.shadow is not None or plan.keep_divergence or plan.alternatives is not None:
-            return False
-        return any(map(_is_recorded, rows))
+        return self.split.runner is not None and _is_served(plan) and any(map(_is_recorded, rows))
+
+    def prepare(self, likely: Callable[[int], list[Plan]], max_rows: int) -> None:
+        """Record the rounds of these plans; see `Executor.prepare` and `Runner.prepare`."""
+        runner = self.split.runner
+        if runner is None:
+            return
+        counts = [max_rows, *[slots for slots in SLOTS if slots < max_rows]]
+        listed = [(rows, likely(rows)) for rows in counts if rows <= SLOTS[-1]]
+        first = [(rows, plan) for rows, plans in listed for plan in plans[:1]]
+        others = [(rows, plan) for rows, plans in listed for plan in plans[1:]]
+        runner.prepare(self.cache, [pair for pair in first + others if _is_served(pair[1]) or pair[1].shadow])
 
     def run(self, rows: list[Sequence], plan: Plan, deadline: float) -> Iterator[RoundOutput]:
         """Run the rounds of a plan; see `Executor.run`.
@@ -127,6 +135,12 @@ class _Flight:
     def drafts_like(self, draft: RoundDraft) -> bool:
         """Whether a round that drafts so is one of these."""
         return draft.given is None and draft.plan.exit_layer == self.draft.plan.exit_layer
+
+
+def _is_served(plan: Plan) -> bool:
+    """Whether recordings can hold rounds of the plan."""
+    is_plain = plan.min_confidence <= 0 and plan.stop is None and plan.alternatives is None
+    return is_plain and plan.shadow is None and not plan.keep_divergence
 
 
 def _is_recorded(row: Sequence) -> bool:

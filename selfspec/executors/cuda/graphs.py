@@ -82,6 +82,9 @@ class Graphs:
         """The recording that was used last; None if there is none."""
         return next(reversed(self._kept.values()), None)
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._kept
+
     def get(self, key: Hashable) -> Recorded[Any] | None:
         """The recording of a key; None if there is none."""
         found = self._kept.get(key)

@@ -20,16 +20,16 @@ from selfspec.core import UNBOUNDED_ROUNDS, Plan
 from selfspec.executors.cuda.body_choice import Measure, choose_body
 from selfspec.executors.cuda.capture import Body, CannotCapture, Capture, CudaCapture, Recording
 from selfspec.executors.cuda.device_work import DeviceWork, current
-from selfspec.executors.cuda.graphs import Graphs, Recorded, Storages
+from selfspec.executors.cuda.graphs import Graphs, Recorded, Storage, Storages
 from selfspec.executors.cuda.round_inputs import RoundInputs, RoundKey, RoundRow, RowResult
 from selfspec.executors.cuda.rounds import RecordedRounds
 from selfspec.executors.cuda.self_check import round_problem
-from selfspec.executors.cuda.shapes import NEW, SLOTS, TOKENS, round_up, shape_of, token_capacity
+from selfspec.executors.cuda.shapes import NEW, SLOTS, TOKENS, Shape, round_up, shape_of, token_capacity
 from selfspec.executors.cuda.static_rows import LayersInputs, StaticRows
 from selfspec.executors.cuda.whole_round import WholeRound
 from selfspec.kernels.suite import Kernels, has_triton, triton_kernels
 from selfspec.model.draft_vocabulary import HeldSubset
-from selfspec.model.kv_cache import PackedRows, PagedCache
+from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.quantized import is_dense
 from selfspec.model.self_check import TOLERANCE, split_error
 from selfspec.progress import report
@@ -40,6 +40,7 @@ MAX_WIDTH = 16  # tokens per row of a whole round: the last one and the drafted 
 MAX_ROWS = 32  # rows of a whole round that drafts; others have up to `SLOTS[-1]`
 MAX_PLACES = 256  # tokens of a whole round, which computes all of them, used or not
 BUDGET = 2 << 30  # bytes of device memory for recordings
+START_SECONDS, START_BYTES = 10.0, 600 << 20  # limits of what is recorded before decoding
 
 
 def install(
@@ -175,21 +176,7 @@ class Runner:
         if buffer is None:
             return None
         with self._lock:
-            key = (storage, "layers", start, stop, shape, tapped)
-
-            def prepare() -> tuple[LayersInputs, Callable[[], tuple[Tensor, ...]]]:
-                inputs = LayersInputs(shape, storage.cache, buffer[: shape.tokens])
-                inputs.fill(rows.spans, given)
-
-                def body() -> tuple[Tensor, ...]:
-                    static = StaticRows(storage.cache, inputs.layout, self.kernels)
-                    states: dict[int, Tensor | None] = dict.fromkeys(tapped)
-                    hidden = self.split.run_here(static, start, stop, inputs.given, states if tapped else None)
-                    return hidden, *(one for one in states.values() if one is not None)
-
-                return inputs, body
-
-            made = self._recorded(key, prepare)
+            made = self._recorded(*self._layers(storage, start, stop, shape, tapped, buffer))
             if made is None:
                 return None
             made.inputs.fill(rows.spans, given)
@@ -199,6 +186,85 @@ class Runner:
         if taps is not None:
             taps.update(zip(tapped, states, strict=True))
         return hidden
+
+    def _layers(
+        self, storage: Storage, start: int, stop: int, shape: Shape, tapped: tuple[int, ...], buffer: Tensor
+    ) -> tuple[Any, Callable[[], tuple[Any, Any]]]:
+        """The key of recorded layers, and what makes their inputs, without rows, and their body."""
+
+        def prepare() -> tuple[LayersInputs, Callable[[], tuple[Tensor, ...]]]:
+            inputs = LayersInputs(shape, storage.cache, buffer[: shape.tokens])
+            inputs.fill([], buffer[:0])
+
+            def body() -> tuple[Tensor, ...]:
+                static = StaticRows(storage.cache, inputs.layout, self.kernels)
+                states: dict[int, Tensor | None] = dict.fromkeys(tapped)
+                hidden = self.split.run_here(static, start, stop, inputs.given, states if tapped else None)
+                return hidden, *(one for one in states.values() if one is not None)
+
+            return inputs, body
+
+        return (storage, "layers", start, stop, shape, tapped), prepare
+
+    @torch.inference_mode()
+    def prepare(self, cache: PagedCache, wanted: Sequence[tuple[int, Plan]]) -> None:
+        """Record rounds before decoding, in order, within `START_SECONDS` and `START_BYTES`, and tell what it took.
+
+        Args:
+            wanted: numbers of rows, and plans for them. Of a plan with a probe, the layers with its taps are recorded.
+        """
+        storage = self.storages.of(cache)
+        if storage is None:
+            return
+        begun, num_left = perf_counter(), 0
+        recorded, num_bytes = self.graphs.num_recorded, self.graphs.num_bytes
+        for num_rows, plan in wanted:
+            if self.refused is not None:
+                return
+            with self._lock:
+                made = self._wanted(storage, num_rows, plan)
+                if made is None or made[0] in self.graphs or made[0] in self._failed:
+                    continue
+                is_late = self.split.agreed(perf_counter() - begun) > START_SECONDS
+                if is_late or self.graphs.num_bytes - num_bytes > START_BYTES:
+                    num_left += 1
+                else:
+                    self._recorded(*made)
+        if self.graphs.num_recorded > recorded:
+            report(
+                "recorded rounds before decoding: %d recordings in %.1f s, %.0f MiB%s",
+                self.graphs.num_recorded - recorded, perf_counter() - begun,
+                (self.graphs.num_bytes - num_bytes) / (1 << 20),
+                f"; {num_left} more at their first use" if num_left else "",
+            )  # fmt: skip
+
+    def _wanted(self, storage: Storage, num_rows: int, plan: Plan) -> tuple[Any, Callable[[], tuple[Any, Any]]] | None:
+        """The key of what is recorded for a plan, and what makes its inputs and body; None if nothing is."""
+        capacity = storage.cache.capacity
+        if plan.shadow is None:
+            key = self._round_key(num_rows, 1, max(plan.draft_lengths), capacity, plan)
+            return None if key is None else self._round(storage, key, plan)
+        shape = shape_of([Span((), 0, 1)] * num_rows, capacity)
+        buffer = self._buffer(torch.zeros(1, dtype=torch.int64, device=self.split.device))
+        if shape is None or buffer is None:
+            return None
+        return self._layers(storage, 0, self.split.num_layers, shape, plan.shadow.layers, buffer)
+
+    def _round(
+        self, storage: Storage, key: RoundKey, plan: Plan
+    ) -> tuple[tuple[Storage, str, RoundKey], Callable[[], tuple[Any, Any]]]:
+        """The key of a recorded round, and what makes its inputs, without rows, and its body."""
+        part = self._part(plan.draft_vocab) if key.exit_layer else None
+        whole = key._replace(vocab=0 if part is None else len(part.tokens))
+        if self.split.exit_heads is not self._heads:  # recorded rounds read the previous heads
+            self._heads = self.split.exit_heads
+            self.graphs.forget(lambda one: one[1] == "round")  # type: ignore[index]
+
+        def prepare() -> tuple[RoundInputs, WholeRound]:
+            inputs = RoundInputs(whole, storage.cache, self.split.device, part)
+            return inputs, WholeRound(self.split, storage.cache, self.kernels, inputs)
+
+        return (storage, "round", whole), prepare
 
     @torch.inference_mode()
     def begin(self, cache: PagedCache, rows: Sequence[RoundRow], plan: Plan, longest: int = 0) -> RecordedRounds | None:
@@ -214,27 +280,18 @@ class Runner:
         storage = self.storages.of(cache)
         if storage is None or self.refused is not None:
             return None
-        key = self._round_key(rows, storage.cache.capacity, plan, longest)
+        longest, most = max(longest, *[row.drafts for row in rows]), max(row.content for row in rows)
+        key = self._round_key(len(rows), most, longest, storage.cache.capacity, plan)
         if key is None:
             return None
         with self._lock:
-            part = self._part(plan.draft_vocab) if key.exit_layer else None
-            key = key._replace(vocab=0 if part is None else len(part.tokens))
-            if self.split.exit_heads is not self._heads:  # recorded rounds read the previous heads
-                self._heads = self.split.exit_heads
-                self.graphs.forget(lambda one: one[1] == "round")  # type: ignore[index]
-
-            def prepare() -> tuple[RoundInputs, WholeRound]:
-                inputs = RoundInputs(key, storage.cache, self.split.device, part)
-                return inputs, WholeRound(self.split, storage.cache, self.kernels, inputs)
-
-            made = self._recorded((storage, "round", key), prepare)
+            made = self._recorded(*self._round(storage, key, plan))
             if made is None:
                 return None
             longest = key.width - 1
             rows = [row._replace(drafts=min(row.drafts, longest), given=row.given[:longest]) for row in rows]
             made.inputs.fill(rows)
-        left = key.most_tokens - max(row.content for row in rows)
+        left = key.most_tokens - most
         fitting = UNBOUNDED_ROUNDS if key.most_tokens == storage.cache.capacity else left // key.width
         return RecordedRounds(made, self._lock, len(rows), plan.reads_confidence, max(1, fitting))
 
@@ -266,20 +323,20 @@ class Runner:
         held.take(subset)
         return held
 
-    def _round_key(self, rows: Sequence[RoundRow], capacity: int, plan: Plan, longest: int) -> RoundKey | None:
-        exit_layer, drafts = plan.exit_layer or 0, max(row.drafts for row in rows)
-        slots = round_up(len(rows), SLOTS)
+    def _round_key(self, num_rows: int, most: int, longest: int, capacity: int, plan: Plan) -> RoundKey | None:
+        """The key of a round, with the whole vocabulary; `most`: tokens of a row; `longest`: drafted ones of a row."""
+        exit_layer, slots = plan.exit_layer or 0, round_up(num_rows, SLOTS)
         if slots is None or not self.max_rows:
             return None
-        longest = min(max(longest, drafts), max(0, self.limits.draft_length(len(rows))))
+        longest = min(longest, max(0, self.limits.draft_length(num_rows)))
         if longest <= 0:
             exit_layer = longest = 0
-        elif len(rows) > self.max_rows:
+        elif num_rows > self.max_rows:
             return None
         # A place more costs little in verification, but a draft step reads the early layers.
         width = longest + 1 if exit_layer else round_up(longest + 1, NEW)
         assert width is not None
-        most_tokens = token_capacity(max(row.content for row in rows) + width - 1, capacity)
+        most_tokens = token_capacity(most + width - 1, capacity)
         return RoundKey(exit_layer, width, slots, most_tokens)
 
     def _recorded(self, key: Any, prepare: Callable[[], tuple[Any, Any]]) -> Recorded[Any] | None:

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from selfspec.model.kv_cache import Span
 
-TOKENS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-SLOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+TOKENS = SLOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 NEW = (1, 2, 4, 8, 16)
 LEAST_HELD, HELD_FACTOR = 4096, 4  # smallest capacity per row in tokens; each larger one over the one before
 

@@ -1,0 +1,118 @@
+"""Recordings that are made before decoding: those of all plans that a policy names, within limits."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from selfspec import SamplingParams
+from selfspec.control.adaptive import Adaptive
+from selfspec.control.costs import Costs, RoundLimits, Table
+from selfspec.control.published.layerskip import Fixed
+from selfspec.core import Plan
+from selfspec.executors.cuda import runner as runners
+from tests.cuda.standin import with_runner
+from tests.helpers import Run, engine_of, make_prompts, tokens_of
+from tests.helpers import decode as decoded
+from tests.models import build, tiny
+from tests.target import Target
+
+LIMITS = RoundLimits(longest=15, tokens=256, rows=32)
+PARAMS = SamplingParams(max_tokens=48)
+
+
+def costs(num_layers):
+    """Layers of a tenth of a millisecond and a head that takes as long as four of them."""
+    layer, rows = 1e-4, (1, 2)
+    rounds = {n: Table.of({1: (num_layers + 4) * layer, 16: (num_layers + 5) * layer}) for n in rows}
+    steps = {n: Table.of({1: layer, num_layers: num_layers * layer}) for n in rows}
+    nothing = Table.of({1: 0.0})
+    return Costs(num_layers, rounds, steps, Table.of({1: 4 * layer}), nothing, nothing, recorded=LIMITS)
+
+
+class Often(Adaptive):
+    """Goes through its own list, besides what it decides, and drafts by lookup."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.kinds, self._asked = set(), 0
+
+    def plan(self, rows):
+        self._asked += 1
+        plan = super().plan(rows)
+        if self._asked % 2:
+            likely = self.likely(len(rows))
+            chosen = likely[self._asked // 2 % len(likely)]
+            lookups = None if chosen.shadow else plan.lookups  # as in its own plans
+            plan = replace(chosen, num_rounds=2, lookups=lookups, keep_confidence=chosen.exit_layer is not None)
+        self.kinds.add((plan.exit_layer, plan.shadow is not None, max(plan.draft_lengths)))
+        return plan
+
+
+@cache
+def wanted(num_rows):
+    return tokens_of(decoded(tiny("llama"), prompts(num_rows), "plain", PARAMS))
+
+
+def prompts(num_rows):
+    return make_prompts([9, 17, 5, 12][:num_rows])
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_adaptive_makes_no_recording_while_decoding(num_rows, caplog):
+    target = with_runner(Target(build("llama"), backend="views"), max_rows=32)
+    policy = Often(costs(target.split.num_layers))
+    with caplog.at_level(logging.INFO, "selfspec"):
+        run = Run(engine_of(target, policy, max_num_seqs=num_rows))
+    graphs = target.split.runner.graphs
+    recorded = graphs.num_recorded
+    assert f"recorded rounds before decoding: {recorded} recordings in" in caplog.text and "MiB" in caplog.text
+    for prompt in prompts(num_rows):
+        run.add(prompt, PARAMS)
+    run.finish()
+    assert tokens_of(run.outputs) == wanted(num_rows)
+    assert len(policy.kinds) > 5 and any(row.drafted for one in run.rounds for row in one.rows)
+    assert graphs.num_recorded == recorded and target.split.runner.refused is None
+    del run
+    engine_of(target, Often(costs(target.split.num_layers)), max_num_seqs=num_rows)
+    assert graphs.num_recorded == recorded, "a second engine finds them"
+
+
+def test_rounds_of_a_fixed_exit_layer_are_recorded_before_decoding():
+    target = with_runner(Target(build("llama"), backend="views"))
+    run = Run(engine_of(target, Fixed(2, 3), max_num_seqs=3))
+    recorded = target.split.runner.graphs.num_recorded
+    assert recorded == 6, "plain and drafted rounds of 1, 2 and up to 4 rows"
+    for prompt in prompts(3):
+        run.add(prompt, PARAMS)
+    run.finish()
+    assert tokens_of(run.outputs) == wanted(3) and target.split.runner.graphs.num_recorded == recorded
+
+
+@pytest.mark.parametrize(("name", "limit"), [("START_SECONDS", -1.0), ("START_BYTES", 1 << 20)])
+def test_what_is_beyond_the_limits_is_recorded_when_it_is_used(name, limit, caplog, monkeypatch):
+    monkeypatch.setattr(runners, name, limit)
+    target = with_runner(Target(build("llama"), backend="views"), num_bytes=1 << 20)
+    with caplog.at_level(logging.INFO, "selfspec"):
+        run = Run(engine_of(target, Fixed(2, 3), max_num_seqs=3))
+    recorded = target.split.runner.graphs.num_recorded
+    assert recorded == (0 if name == "START_SECONDS" else 1)
+    assert (recorded == 0) or "; 5 more at their first use" in caplog.text
+    for prompt in prompts(3):
+        run.add(prompt, PARAMS)
+    run.finish()
+    assert tokens_of(run.outputs) == wanted(3) and target.split.runner.graphs.num_recorded > recorded
+
+
+def test_plain_rounds_of_all_numbers_of_rows_come_first(monkeypatch):
+    target, asked = with_runner(Target(build("llama"), backend="views")), []
+    monkeypatch.setattr(target.split.runner, "prepare", lambda cache, wanted: asked.extend(wanted))
+    engine_of(target, Fixed(2, 3), max_num_seqs=5)
+    assert [(rows, plan.exit_layer) for rows, plan in asked] == [
+        *[(rows, None) for rows in (5, 1, 2, 4)],
+        *[(rows, 2) for rows in (5, 1, 2, 4)],
+    ]
+    assert asked[0][1] == Plan(None, (0,) * 5)
