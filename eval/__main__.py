@@ -4,6 +4,7 @@ run      decode a question file with several methods, one question at a time, an
 report   write a run folder's report again, or print one of Spec-Bench answer files
 quality  scores of lm-evaluation-harness tasks, decoded by selfspec
 replay   every policy on recorded outputs, without the model, compared with bounds
+tune     what exit heads gain that `selfspec tune` makes for several kinds of prompts
 guard    where the default policy is slower than plain decoding
 serve    policies under load: requests that arrive at a server, or at one in virtual time
 sizes    files of 1 to 8 billion random weights: load time, memory and speed beside llama.cpp
@@ -28,6 +29,7 @@ COMMANDS = {  # the module of each command; its `main` takes the other arguments
     "report": "eval.report",
     "quality": "eval.quality",
     "replay": "eval.policies",
+    "tune": "eval.tune",
     "guard": "eval.guard",
     "serve": "eval.serve",
     "sizes": "eval.sizes",

@@ -301,6 +301,7 @@ class LLM:
         max_tokens: int = 128,
         keep: bool = False,
         seed: int = 0,
+        held_out: Sequence[Prompt | Sequence[Message]] | None = None,
         report: Callable[[str], None] = lambda line: None,
     ) -> Tuned:
         """Train exit heads on the model's own answers to prompts of one kind, and measure what they gain.
@@ -319,6 +320,7 @@ class LLM:
             max_tokens: most tokens of an answer.
             keep: write the heads, and draft with them, even if nothing is gained.
             seed: of the order of prompts and of first weights.
+            held_out: prompts to measure with, where `prompts` must not be split at random; None: up to 30 of `prompts`.
             report: is given lines about how far the run has come.
 
         Raises:
@@ -328,7 +330,7 @@ class LLM:
         from selfspec.learning.tune import tune
 
         options: dict[str, Any] = {"max_tokens": max_tokens, "keep": keep, "seed": seed, "report": report}
-        return tune(self, prompts, output, minutes=minutes, exits=exits, **options)
+        return tune(self, prompts, output, minutes=minutes, exits=exits, held_out=held_out, **options)
 
     def _engine(self, split: SplitModel, max_num_seqs: int, **options: Any) -> LLMEngine:
         """An engine with this LLM's policy, corpus, responses and learner."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,23 +22,23 @@ PLACES = 4  # of a draft, whose agreement is measured
 
 @dataclass
 class Measured:
-    """What was measured; `seconds` and `tokens` by the names of `card`."""
+    """What was measured, prompt by prompt; `seconds` and `tokens` by the names of `card`."""
 
-    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    tokens: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     num_prompts: int = 0
     num_different: int = 0
 
     @property
     def speeds(self) -> dict[str, float]:
         """Tokens per second."""
-        return {name: self.tokens[name] / self.seconds[name] for name in self.seconds}
+        return {name: sum(self.tokens[name]) / sum(self.seconds[name]) for name in self.seconds}
 
 
 def measure_speeds(
     llm: LLM, heads: ExitHeads, prior: Any, tasks: Sequence[Task], has_time: Callable[[], bool]
 ) -> Measured:
-    """Decode prompts one at a time, greedily, each in all three ways, whose order changes.
+    """Decode prompts one at a time, each in all three ways, whose order changes.
 
     Args:
         heads: as the split model holds them, on its device and in its dtype.
@@ -66,8 +66,8 @@ def measure_speeds(
                 name, way, split.exit_heads = ways[(number + at) % len(ways)]
                 begun = time.perf_counter()
                 outputs[name] = _decode(way, task)
-                found.seconds[name] += time.perf_counter() - begun
-                found.tokens[name] += len(outputs[name])
+                found.seconds[name].append(time.perf_counter() - begun)
+                found.tokens[name].append(len(outputs[name]))
             found.num_prompts += 1
             found.num_different += any(own != outputs[PLAIN] for own in outputs.values())
     finally:
@@ -76,7 +76,9 @@ def measure_speeds(
 
 
 def _decode(llm: LLM, task: Task, **options: Any) -> list[int]:
-    params = SamplingParams(max_tokens=task.limit, temperature=0.0, generation_config=False)
+    params = SamplingParams(
+        max_tokens=task.limit, temperature=task.temperature, seed=task.seed, generation_config=False
+    )
     [output] = llm.generate([list(task.prompt)], params, **options)
     return output.outputs[0].token_ids
 

@@ -60,6 +60,7 @@ def tune(
     max_tokens: int = 128,
     keep: bool = False,
     seed: int = 0,
+    held_out: Sequence[Given] | None = None,
     report: Report = lambda line: None,
 ) -> Tuned:
     """See `LLM.tune`."""
@@ -74,7 +75,7 @@ def tune(
     if not layers or layers[-1] >= split.num_layers:
         raise ValueError(f"exits must be from 1 to {split.num_layers - 1}, the model's last but one, got {layers}")
     folder = None if output is None else Path(output).expanduser()
-    run = _Run(llm, prompts, folder, 60 * float(minutes), layers, max_tokens, keep, seed, report)
+    run = _Run(llm, prompts, folder, 60 * float(minutes), layers, max_tokens, keep, seed, held_out, report)
     before = llm.target.exit_heads
     split.exit_heads = None
     parameters = [one for one in split.model.parameters() if one.requires_grad]
@@ -124,13 +125,14 @@ class _Run:
         max_tokens: int,
         keep: bool,
         seed: int,
+        held_out: Sequence[Given] | None,
         report: Report,
     ) -> None:
         self.llm, self.target, self.split = llm, llm.target, llm.target.split
         self.folder, self.seconds, self.exits, self.keep = folder, seconds, exits, keep
         self.seed, self.say = seed, report
         self.begun, self.spent = time.monotonic(), 0.0
-        self.tasks, self.held_tasks = split_prompts(llm, prompts, max_tokens, seed)
+        self.tasks, self.held_tasks = split_prompts(llm, prompts, max_tokens, seed, held_out)
         self.weights = weights_of(self.split)
         self.is_new_folder = folder is not None and not folder.exists()
         if folder is not None:

@@ -24,11 +24,13 @@ BATCH = 16  # answers that are written together
 Given = str | Sequence[Any] | Mapping[str, Any]
 
 
-def split_prompts(llm: LLM, prompts: Sequence[Given], max_tokens: int, seed: int) -> tuple[list[Task], list[Task]]:
+def split_prompts(
+    llm: LLM, prompts: Sequence[Given], max_tokens: int, seed: int, held_out: Sequence[Given] | None = None
+) -> tuple[list[Task], list[Task]]:
     """Different prompts in random order: those to learn from, and held-out ones, as greedy tasks.
 
     Args:
-        prompts: see `LLM.tune`.
+        prompts, held_out: see `LLM.tune`.
 
     Raises:
         ValueError: there are too few, one has another form, or one is too long.
@@ -38,6 +40,11 @@ def split_prompts(llm: LLM, prompts: Sequence[Given], max_tokens: int, seed: int
         raise ValueError(f"prompts must be at least {LEAST_PROMPTS} different ones, got {len(found)}; give more")
     tasks = list(found)
     random.Random(seed).shuffle(tasks)
+    if held_out is not None:
+        apart = list(dict.fromkeys(_task(llm, at, given, max_tokens) for at, given in enumerate(held_out, 1)))
+        if not apart:
+            raise ValueError("held_out must be at least one prompt, or None")
+        return [task for task in tasks if task not in set(apart)], apart
     count = min(MOST_HELD_OUT, len(tasks) // 4)
     return tasks[count:], tasks[:count]
 

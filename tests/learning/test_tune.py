@@ -215,6 +215,8 @@ def test_prompts_are_split_by_content_and_answered_at_every_temperature(tiny_fol
     train, held_out = split_prompts(llm, [*bodies, *bodies], 12, 0)
     assert len(train) == 9 and len(held_out) == 3 and not set(train) & set(held_out)
     assert {task.limit for task in train} == {5} and (train, held_out) == split_prompts(llm, bodies, 12, 0)
+    apart, named = split_prompts(llm, bodies, 12, 0, bodies[:2])
+    assert [list(task.prompt) for task in named] == PROMPTS[:2] and len(apart) == 10 and not set(apart) & set(named)
     tasks = [task for some in rounds_of(train, 0) for task in some]
     assert [task.temperature for task in tasks] == [0.0] * 9 + [0.7] * 9 + [1.0] * 9
     greedy = outputs_of(llm.with_speculative(SpeculativeConfig(policy="plain")), [list(train[0].prompt)])
