@@ -413,7 +413,9 @@ class Sequence:
     num_edits: int | None = None  # of weights in place, before it joined; None: no prefix cache
     processors: dict[tuple[int, ...], list[LogitsProcessor]] = field(default_factory=dict)  # copies, by output so far
     has_pages: bool = False  # they are given back once
-    has_raised: bool = False  # its own processor or criterion did, or it was interrupted: the engine aborts it
+    problem: BaseException | None = (
+        None  # of its processor, criterion or grammar, or an interrupt: the engine aborts it
+    )
     new_lookup: Callable[[abc.Sequence[int]], RowLookup] | None = None  # of its tokens; None: no lookup
     _lookup: RowLookup | None = None
 
@@ -483,8 +485,8 @@ class _Blame(NamedTuple):
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: object, problem: object, trace: object) -> None:
-        self.sequence.has_raised |= problem is not None
+    def __exit__(self, kind: object, problem: BaseException | None, trace: object) -> None:
+        self.sequence.problem = self.sequence.problem or problem
 
 
 class Draft(NamedTuple):
@@ -565,6 +567,7 @@ class RowRound:
     is_outside_vocab: bool = False  # the draft's vocabulary lacks the target's pick at the first rejection
     text: str | TextDelta = ""  # what became certain of the text
     finish_reason: FinishReason | None = None  # if the sequence ended in this round
+    problem: BaseException | None = None  # that ended it
 
     @property
     def seq_id(self) -> int:

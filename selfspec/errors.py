@@ -25,6 +25,10 @@ class NoCompilerError(RuntimeError):
         self.reason, self.remedy = reason, remedy
 
 
+class GrammarError(ValueError):
+    """The grammar of a request's structured outputs cannot be followed further."""
+
+
 class CacheFullError(ValueError):
     """A request needs more cached tokens than the engine has."""
 

@@ -212,7 +212,8 @@ class LLMEngine:
         """Admit what fits, read at most `prefill_chunk` prompt tokens, and run one plan of the ready sequences.
 
         What a caller's processor, criterion, policy or `on_round` raises comes out here. No other request suffers: what
-        it got is reported by the next step. A request whose own processor or criterion raised is aborted.
+        it got is reported by the next step. A request whose own processor, criterion or grammar
+        raised is aborted; its output's `problem` is what was raised.
 
         Args:
             on_round: is given every `RoundOutput` of the step.
@@ -305,8 +306,10 @@ class LLMEngine:
             try:
                 self._emit(row)
                 self._rows += [row]  # no call, after which an interrupt would be taken for one before
-            except BaseException:  # of a criterion; or an interrupt, after which nobody knows what the sequence has
-                row.sequence.has_raised = True
+            except (
+                BaseException
+            ) as problem:  # of its criterion or grammar; or an interrupt, after which nobody knows what it has
+                row.sequence.problem = problem
                 raise
         round_.seconds.rest += round_.seconds.now() - start
 
@@ -415,7 +418,7 @@ class LLMEngine:
         aborted = {*self._aborted}  # other threads add to it
         waiting = [one for one in self._scheduler.waiting if one.request_id in aborted] if aborted else []
         for sequence in (*self.running, *waiting):
-            if sequence.has_raised or (sequence.request_id in aborted and not sequence.is_finished):
+            if sequence.problem is not None or (sequence.request_id in aborted and not sequence.is_finished):
                 self._abort(sequence)
         self.running = [sequence for sequence in self.running if not sequence.is_finished]
         for sequence in waiting:
@@ -424,9 +427,10 @@ class LLMEngine:
 
     def _abort(self, sequence: Sequence) -> None:
         self._release(sequence)
-        row = RowRound(sequence, 0, 0, [], text=sequence.stopper.flush(), finish_reason="abort")
+        text, problem = sequence.stopper.flush(), sequence.problem
+        row = RowRound(sequence, 0, 0, [], text=text, finish_reason="abort", problem=problem)
         # no call from here on, after which an interrupt would have it reported twice
-        sequence.finish_reason, sequence.has_raised = "abort", False
+        sequence.finish_reason, sequence.problem = "abort", None
         self._rows += [row]
 
     def close(self) -> None:

@@ -130,6 +130,7 @@ class CompletionOutput:
         stats: what was drafted and accepted, once it has ended.
         num_cached_tokens: tokens of the prompt that were in the cache before it was read, once it has ended.
         tool_calls: calls of tools in OpenAI's words, as `LLM.chat` finds them; `text` is then what precedes them.
+        problem: what its own processor, criterion or grammar raised, where that ended it.
     """
 
     index: int
@@ -142,6 +143,7 @@ class CompletionOutput:
     stats: SpecStats | None = None
     num_cached_tokens: int | None = None
     tool_calls: list[dict[str, Any]] | None = None
+    problem: BaseException | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +263,7 @@ class RequestOutputs:
             total,
             sequence.stats,
             sequence.num_found,
+            problem=row.problem,
         )
 
     def _logprobs(self, given: Sequence[Any] | None) -> list[dict[int, Logprob]] | None:

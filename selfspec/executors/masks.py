@@ -17,7 +17,7 @@ def mask_of(row: Sequence, drafted: abc.Sequence[int]) -> Mask | None:
     """A row's mask after its content and the `drafted` tokens; None: all tokens are allowed.
 
     Raises:
-        ValueError: the grammar cannot be followed; it is the row's own fault.
+        GrammarError: the grammar cannot be followed; it is the row's own fault.
     """
     if row.grammar is None:
         return None

@@ -87,6 +87,8 @@ class Call:
     ) -> None:
         self.name, self.prompts, self.params, self.streams = name, prompts, params, streams
         self._max_length, self._drops_output, self.reserve = max_length, drops_output, reserve
+        self.grammar_field: str | None = None
+        """The request's field that asks for structured outputs."""
         self.arrived = monotonic()
         self.deadline = self.arrived + seconds
         self.started: float | None = None  # when the first of its prompts got a place

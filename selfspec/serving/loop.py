@@ -14,6 +14,7 @@ from typing import NamedTuple
 from selfspec.core import RoundOutput
 from selfspec.decoding.engine import LLMEngine
 from selfspec.decoding.outputs import RequestOutput
+from selfspec.errors import GrammarError
 from selfspec.llm import LLM
 from selfspec.serving.calls import Call
 from selfspec.serving.metrics import Metrics
@@ -170,10 +171,11 @@ class EngineLoop:
         before, rounds, start = engine.num_running + engine.num_waiting, list[RoundOutput](), monotonic()
         try:
             outputs = engine.step(rounds.append)
-        except Exception:
+        except Exception as problem:
             if engine.num_running + engine.num_waiting >= before:
                 raise
-            _log.warning("a request failed; the others go on", exc_info=True)
+            is_told = isinstance(problem, GrammarError)  # to its client
+            _log.warning("a request failed; the others go on", exc_info=None if is_told else problem)
             return  # the next step says which
         self._metrics.program(rounds, engine.num_preemptions - preempted)
         now = monotonic()
@@ -192,9 +194,10 @@ class EngineLoop:
         if output.request_id not in self._live:
             return  # it was ended here before
         call, index = self._live[output.request_id]
-        if any(own.finish_reason == "abort" for own in output.outputs):  # no client asked for that
-            self._fail(engine, call, Refusal("decoding this request failed", 500))
-            return
+        for own in output.outputs:
+            if own.finish_reason == "abort":  # no client asked for that
+                self._fail(engine, call, fault_of(own.problem, call))
+                return
         if output.finished:
             del self._live[output.request_id]
         self._update.outputs.append((call, index, output, now))
@@ -207,6 +210,13 @@ class EngineLoop:
         if update.is_awaited or update.load != self._load or len(update.outputs) >= MAX_UNSENT:
             self._update, self._load = EngineUpdate(), update.load
             self._deliver(update)
+
+
+def fault_of(problem: BaseException | None, call: Call) -> Refusal:
+    """What ended a call while it was decoded: its own grammar, or a fault of ours."""
+    if isinstance(problem, GrammarError):
+        return Refusal(f"{call.grammar_field}: {problem}", param=call.grammar_field)
+    return Refusal("decoding this request failed", 500)
 
 
 def refusal_of(problem: Exception) -> Refusal:

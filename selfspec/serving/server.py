@@ -206,12 +206,14 @@ class Server:
         if wanted is None:
             return
         eos = self._defaults.eos_token_ids
+        is_tools = isinstance(wanted, ToolGrammar)
+        call.grammar_field = "tools" if is_tools else asking(asked.shapes)
         try:
             await asyncio.to_thread(self._defaults.grammars.row, wanted, eos, self._vocab_size)
         except (ValueError, ImportError) as problem:
-            if isinstance(wanted, ToolGrammar):
+            if is_tools:
                 raise Refusal(str(problem), param="tools") from problem
-            raise refusal(str(problem), asking(asked.shapes)) from problem
+            raise refusal(str(problem), call.grammar_field) from problem
 
     def _call(
         self,

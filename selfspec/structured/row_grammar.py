@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from selfspec.errors import GrammarError
+
 BITS = 32  # of a mask's words
+WHAT = "the grammar of structured_outputs or tools"
 MOST_SAID = 200  # characters of a reason
 Mask = NDArray[np.uint32]  # [-(-vocab // 32)]: bit t % 32 of word t // 32 is whether token t is allowed
 
@@ -38,7 +41,7 @@ class RowGrammar:
         It is valid until another position is asked for that does not begin like this one, or until tokens are taken.
 
         Raises:
-            ValueError: the grammar is too complex to be followed here.
+            GrammarError: the grammar is too complex to be followed here.
         """
         if not self._reaches(ahead):
             return self._all[0]  # after a drafted token that verification rejects
@@ -119,7 +122,7 @@ class RowGrammar:
         """Go on by the tokens of a round: how many there are up to the grammar's end, and whether it has ended.
 
         Raises:
-            ValueError: a token that the grammar does not allow, since nothing else was left to pick.
+            GrammarError: a token that the grammar does not allow, since nothing else was left to pick.
         """
         count = len(tokens)
         if self._ahead[:count] != list(tokens):  # else a program of rounds has gone on from there
@@ -130,8 +133,8 @@ class RowGrammar:
         has_ended = not self._ahead and self.has_ended
         self._check()
         if taken < count and not has_ended:
-            raise ValueError(
-                "structured_outputs allow no token that is left to pick: logits_processors, no_repeat_ngram_size or "
+            raise GrammarError(
+                f"{WHAT} allows no token that is left to pick: logits_processors, no_repeat_ngram_size or "
                 "logits that are no numbers exclude all of them"
             )
         return taken, has_ended
@@ -154,7 +157,7 @@ class RowGrammar:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise ValueError(f"structured_outputs cannot be followed further: {reason_of(self._matcher.get_error())}")
+            raise GrammarError(f"{WHAT} cannot be followed further: {reason_of(self._matcher.get_error())}")
 
 
 def reason_of(problem: str) -> str:

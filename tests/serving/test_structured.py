@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from jsonschema import validate
 
 from tests.serving.test_protocol import events, refused
-from tests.serving.test_protocol import llm as llm
-from tests.serving.test_protocol import served as served
 
 SCHEMA = {
     "type": "object",
@@ -79,3 +78,33 @@ WRONG = [
 def test_what_cannot_be_honoured_is_refused_in_a_sentence(served, given, name, said):
     refused(served.complete(**given), 400, said, param=name)
     refused(served.chat(**given), 400, said, param=name)
+
+
+ENDLESS = {  # it goes on by '{"a":', which llguidance finds when the row is there
+    "type": "object",
+    "properties": {"b": {"type": "string", "pattern": "^[a-z]{20}$"}, "a": {"$ref": "#/$defs/a"}},
+    "required": ["b", "a"],
+    "$defs": {"a": {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"]}},
+}
+
+
+def fails_alone(served, field, stream, **asked):
+    """A request whose grammar fails is told so, and another beside it goes on."""
+    free = {"max_tokens": 100, "temperature": 0}
+    alone = served.text(**free)
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(served.text, **free)
+        answer = served.chat(**asked, stream=stream, max_tokens=200, temperature=0)
+        assert beside.result() == alone
+    assert answer.status_code == (200 if stream else 400)
+    error = (events(answer)[-1] if stream else answer.json())["error"]
+    assert error["type"] == "invalid_request_error" and error["param"] == field
+    assert error["message"].startswith(
+        f"{field}: the grammar of structured_outputs or tools cannot be followed further"
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_fails_while_decoding_is_the_fault_of_its_request_alone(served, stream):
+    name = "structured_outputs"
+    fails_alone(served, name, stream, structured_outputs={"json": ENDLESS, "disable_any_whitespace": True})

@@ -12,6 +12,7 @@ from tests.cli_fixtures import TEMPLATE
 from tests.serving.server import MODEL, PATIENCE, serving, speaker
 from tests.serving.test_protocol import events, refused
 from tests.serving.test_routes import named_events
+from tests.serving.test_structured import ENDLESS, fails_alone
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["n"]}
 ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA}}
@@ -215,3 +216,18 @@ def test_a_keyword_without_a_grammar_is_left_to_the_model_where_nothing_is_stric
     given = tool(parameters={"properties": {"a": {"type": "integer", "not": {"const": 3}}}, "required": ["a"]})
     [choice] = served.chat(**given, tool_choice=NAMED | {"function": {"name": "f"}}, max_tokens=100).json()["choices"]
     assert choice["message"]["tool_calls"][0]["function"]["arguments"].startswith('{"a": ')
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_whose_grammar_fails_while_decoding_are_the_fault_of_their_request_alone(served, stream):
+    fails_alone(served, "tools", stream, **tool(parameters=ENDLESS), tool_choice="required")
+
+
+def test_a_message_whose_tools_fail_says_so_in_its_own_words(served):
+    tool = {"name": "f", "input_schema": ENDLESS}
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 200, "tools": [tool]}
+    asked |= {"tool_choice": {"type": "any"}}
+    answer = served.http.post("/v1/messages", json=asked)
+    assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+    told = named_events(served.http.post("/v1/messages", json=asked | {"stream": True}))
+    assert told[-1] == ("error", answer.json())

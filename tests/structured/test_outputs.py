@@ -236,7 +236,7 @@ def test_a_row_with_nothing_left_to_pick_ends_alone_and_says_why(kind):
     run = Run(engine_of(kind, Always(2, 3)))
     wrong = run.add(Request(prompt_of(1), params_of("choice", logits_processors=only_z)))
     right = run.add(Request(prompt_of(2), params_of("choice")))
-    with pytest.raises(ValueError, match="structured_outputs allow no token that is left to pick"):
+    with pytest.raises(ValueError, match="structured_outputs or tools allows no token that is left to pick"):
         run.finish(check=False)
     run.finish(check=False)
     assert run.output(wrong).finish_reason == "abort"

@@ -77,5 +77,5 @@ def test_an_end_of_text_ends_what_might_go_on():
 def test_a_token_that_is_not_allowed_is_refused():
     row = new_row("choice")
     assert len(bits_of(row.mask([3]))) == VOCAB, "what follows a wrong draft does not matter"
-    with pytest.raises(ValueError, match="structured_outputs allow no token that is left to pick"):
+    with pytest.raises(ValueError, match="structured_outputs or tools allows no token that is left to pick"):
         row.take([3])

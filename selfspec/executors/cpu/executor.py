@@ -83,7 +83,7 @@ class CompiledRounds:
 
         Raises:
             MemoryError: the buffers of a round cannot be allocated.
-            ValueError: a grammar cannot be followed.
+            GrammarError: a grammar cannot be followed.
         """
         body, lengths, num_rounds = self.body, [row.length for row in rows], limits.num_rounds
         drafts = lengths if given is None else [len(tokens) for tokens in given]

@@ -42,5 +42,5 @@ class ProgramGrammars:
             assert sequence.grammar is not None
             return sequence.grammar.follow(at, token)
         except BaseException as problem:  # which compiled code cannot pass on
-            sequence.has_raised, self._problem = True, problem
+            sequence.problem = self._problem = problem
             return 0
