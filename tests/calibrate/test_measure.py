@@ -83,7 +83,7 @@ def test_recorded_rounds_are_measured_within_a_short_context():
     assert_sound(measure(target.split, (1, 4), repeats=2), 4)
 
 
-@pytest.mark.parametrize("failing", [0, slow(12), slow(20)])
+@pytest.mark.parametrize("failing", [0, slow(8), slow(14)])
 def test_rounds_that_cannot_be_recorded_are_measured_without(failing, monkeypatch):
     split = with_runner(Target(build("llama"), backend="views"), max_rows=1).split
     honest, done = split.runner.graphs.capture.record, []
