@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import transformers
 
 from selfspec.executors.cpu.install import Choice
+from selfspec.executors.cuda.body_choice import BodyChoice
 from selfspec.files import write_whole
 from selfspec.kernels import compiler
 from selfspec.kernels.machine import cache_folder, warn_not_kept
@@ -17,21 +20,23 @@ from selfspec.model.fingerprint import device_name
 from selfspec.version import __version__
 
 FOLDER = "checked"
+Chosen = TypeVar("Chosen", Choice, BodyChoice)
 
 
-def read(source: str) -> Choice | None:
+def read(source: str, kind: type[Chosen]) -> Chosen | None:
     """What was chosen for a file; None where that is not known.
 
     Args:
-        source: `place_of` the file and of how it is opened.
+        source: `source_of` the file and of how it is opened.
+        kind: of choice.
     """
     try:
-        return Choice(**json.loads(_file(source).read_text("utf-8")))
+        return kind(**json.loads(_file(source).read_text("utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 
 
-def write(source: str, choice: Choice) -> None:
+def write(source: str, choice: Choice | BodyChoice) -> None:
     """Keep a choice for the next time."""
     try:
         file = _file(source)
@@ -43,9 +48,16 @@ def write(source: str, choice: Choice) -> None:
 
 def source_of(*parts: object) -> str:
     """A key of everything that a check depends on: these parts, the machine, and the versions of what runs."""
-    versions = torch.__version__, transformers.__version__, __version__, compiler.version()
+    versions = torch.__version__, transformers.__version__, _triton(), __version__, compiler.version()
     about = json.dumps([*map(str, parts), *versions, device_name(torch.device("cpu")), torch.get_num_threads()])
     return hashlib.sha256(about.encode()).hexdigest()[:16]
+
+
+def _triton() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return ""
 
 
 def _file(source: str) -> Path:

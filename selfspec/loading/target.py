@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from functools import cache
 from typing import Any, Self
 
 from torch import nn
@@ -18,14 +19,15 @@ from selfspec.decoding.defaults import GenerationDefaults
 from selfspec.decoding.prefix_store import PrefixStore
 from selfspec.drafting.responses import Responses
 from selfspec.errors import got, whole
-from selfspec.executors.cpu.install import check_backend, choose
+from selfspec.executors.cpu.install import Choice, check_backend, choose
+from selfspec.executors.cuda.body_choice import BodyChoice
 from selfspec.executors.cuda.exact import exact_split
 from selfspec.executors.cuda.runner import install
 from selfspec.learn import Learner
 from selfspec.loading import checked
 from selfspec.loading.policy_store import PolicyKey, PolicyStore
 from selfspec.model.exit_heads import ExitHeads
-from selfspec.model.fingerprint import hidden_size_of, weights_of
+from selfspec.model.fingerprint import device_name, hidden_size_of, shape_of, weights_of
 from selfspec.model.refusals import refuse_autocast
 from selfspec.model.split_model import SplitModel
 from selfspec.model.views import copied_state
@@ -125,7 +127,7 @@ class Target:
         self.defaults = GenerationDefaults(self.split.model, self.tokenizer)
         """What the model's generation config asks for."""
         if self._graphs:
-            install(self.split, owned=self._owned)
+            self._install_recordings()
         self.exit_heads = self._exit_heads
 
     def _checked(self) -> float:
@@ -133,11 +135,30 @@ class Target:
         if self._file_key is None:
             return choose(self.split, self._backend).error
         source = checked.source_of(self._file_key, self._backend, self._attention)
-        known = checked.read(source)
+        known = checked.read(source, Choice)
         choice = choose(self.split, self._backend, known)
         if choice is not known:
             checked.write(source, choice)
         return choice.error
+
+    def _install_recordings(self) -> None:
+        """Set what decodes from recordings. Weights for which that was checked and chosen before are not checked again.
+
+        A model of the caller's is, whose modules may do what they like, and one over several ranks, which must agree.
+        """
+        split = self.split
+        if not self._owned or split.ranks is not None:
+            install(split, owned=self._owned)
+            return
+
+        @cache
+        def source() -> str:
+            about = shape_of(split), weights_of(split), self._backend, self._attention, split.dtype
+            return checked.source_of("recordings", *about, device_name(split.device))
+
+        choice = install(split, owned=True, known=lambda: checked.read(source(), BodyChoice))
+        if choice is not None:
+            checked.write(source(), choice)
 
     @property
     def exit_heads(self) -> ExitHeads | None:

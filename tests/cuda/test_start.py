@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 
@@ -14,7 +14,9 @@ from selfspec.control.costs import Costs, RoundLimits, Table
 from selfspec.control.published.layerskip import Fixed
 from selfspec.core import Plan
 from selfspec.executors.cuda import runner as runners
-from tests.cuda.standin import with_runner
+from selfspec.executors.cuda.fused_body import FusedBody
+from selfspec.loading import target as targets
+from tests.cuda.standin import runner_of, with_runner
 from tests.helpers import Run, engine_of, make_prompts, tokens_of
 from tests.helpers import decode as decoded
 from tests.models import build, tiny
@@ -116,3 +118,61 @@ def test_plain_rounds_of_all_numbers_of_rows_come_first(monkeypatch):
         *[(rows, 2) for rows in (5, 1, 2, 4)],
     ]
     assert asked[0][1] == Plan(None, (0,) * 5)
+
+
+# ------------------------------------------------------------------------------------------ checks that are remembered
+
+
+@pytest.fixture
+def opened(monkeypatch, tmp_path):
+    """Opens models, whose replays seem to take these seconds; each with the number of checks and timings so far."""
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
+    done, check = [], runners.round_problem
+    monkeypatch.setattr(runners, "round_problem", lambda *given: done.append("check") or check(*given))
+
+    def open_one(model, seconds=(2e-3, 1e-3), owned=True):
+        times = iter(seconds)
+        install = partial(runners.install, make=runner_of, measure=lambda *given: done.append("time") or next(times))
+        monkeypatch.setattr(targets, "install", install)
+        return Target(model, backend="views", owned=owned), len(done)
+
+    return open_one
+
+
+@pytest.mark.parametrize("seconds", [(2e-3, 1e-3), (1e-3, 2e-3)])
+def test_a_second_start_neither_checks_nor_times_what_was_checked(opened, seconds, caplog):
+    first, count = opened(build("llama"), seconds)
+    with caplog.at_level(logging.INFO, "selfspec"):
+        again, later = opened(build("llama"), ())
+    assert count > 2 and later == count and "checked and chosen before" in caplog.text
+    assert again.split.runner is not None and again.split.runner.graphs.num_recorded == 0
+    for one in (first, again):
+        assert isinstance(one.split.recorded, FusedBody) == (seconds[1] < seconds[0])
+    assert tokens_of(decoded(again, prompts(3), Fixed(2, 3), PARAMS)) == wanted(3)
+
+
+def test_other_weights_devices_and_versions_are_checked(opened, monkeypatch):
+    _, count = opened(build("llama"))
+    other = build("llama")
+    other.lm_head.weight.data.mul_(1.5)
+    _, of_weights = opened(other)
+    assert of_weights == 2 * count
+    with monkeypatch.context() as patch:
+        patch.setattr("selfspec.loading.target.device_name", lambda device: "cuda: another one")
+        assert opened(build("llama"))[1] == 3 * count
+    with monkeypatch.context() as patch:
+        patch.setattr("selfspec.loading.checked.__version__", "0.0.0")
+        assert opened(build("llama"))[1] == 4 * count
+    assert opened(build("llama"))[1] == 4 * count
+
+
+def test_a_model_of_the_callers_is_checked_every_time(opened):
+    _, count = opened(build("llama"), owned=False)
+    assert opened(build("llama"), owned=False)[1] == 2 * count
+
+
+def test_layers_that_an_error_refused_are_tried_again(opened):
+    target, count = opened(build("llama"), ())  # no time is measured: it raises
+    assert target.split.recorded is None and target.split.runner is not None
+    target, later = opened(build("llama"))
+    assert later > count and isinstance(target.split.recorded, FusedBody)

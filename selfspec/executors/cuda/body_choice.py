@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,9 +38,15 @@ CONTEXT = 64  # tokens before the one that is measured
 REPEATS, REPLAYS = 3, 10  # measurements, and replays in each
 
 
+class BodyChoice(NamedTuple):
+    """What runs the layers in recordings of a model that passed the self-check; it can be kept and used again."""
+
+    packing: Packing | None  # how the weights of fused layers are packed; None: the model's own modules run
+
+
 def choose_body(
     split: Any, runner: Any, owned: bool, problem_of: Callable[[], str], measure: Measure | None = None
-) -> None:
+) -> BodyChoice | None:
     """Set `split.recorded` to fused layers if they serve the model, are equal to the views, and are faster.
 
     The choice and its reason are logged. Recordings that were made with other layers are dropped.
@@ -51,16 +57,17 @@ def choose_body(
         owned: whether the model's weights may be moved in memory: nobody else uses the model.
         problem_of: checks the rounds that are recorded now; "" if nothing is wrong with them.
         measure: default: `replay_seconds`.
+
+    Returns:
+        None where an error decided, which may not come again.
     """
     cannot_record = runner.refused is not None
     if split.llama is None or cannot_record:
         _log.info("recordings run the model's own modules: fused layers do not serve this model")
-        return
-    measure = measure or replay_seconds
+        return None if cannot_record else BodyChoice(None)
+    measure, raised = measure or replay_seconds, None
     try:
-        body = FusedBody(split.llama, runner.kernels, packing_of(split.llama, owned))
-        if body.packing == "share" and split.device.type == "cuda":
-            torch.cuda.empty_cache()  # else torch keeps the memory in which the weights were before
+        body = fused_body(split, runner, packing_of(split.llama, owned))
         error = layers_error(split, body)
         views = _token_seconds(split, runner, measure)
         split.recorded = body
@@ -71,14 +78,33 @@ def choose_body(
             reason = f"hidden states differ by {error:.2g} roundings"
         else:
             reason = times if fused >= views else problem_of() or runner.refused or ""
-    except Exception as raised:  # compilers and drivers raise exceptions of any type
-        reason = f"{type(raised).__name__}: {raised}"
+    except Exception as problem:  # compilers and drivers raise exceptions of any type
+        raised, reason = problem, f"{type(problem).__name__}: {problem}"
     if reason:
         split.recorded = runner.refused = None
         runner.graphs.forget(lambda key: True)
         _log.info("recordings run the model's own modules; with fused layers: %s", reason)
-    else:
-        _log.info("recordings run fused layers (weights: %s); with them, %s", body.packing, times)
+        return None if raised else BodyChoice(None)
+    _log.info("recordings run fused layers (weights: %s); with them, %s", body.packing, times)
+    return BodyChoice(body.packing)
+
+
+def apply_choice(split: Any, runner: Any, owned: bool, choice: BodyChoice) -> bool:
+    """Set `split.recorded` as it was chosen before; False where that is not possible as the memory is now."""
+    if choice.packing is None:
+        return True
+    if split.llama is None or packing_of(split.llama, owned) != choice.packing:
+        return False
+    split.recorded = fused_body(split, runner, choice.packing)
+    return True
+
+
+def fused_body(split: Any, runner: Any, packing: Packing) -> FusedBody:
+    """Fused layers of a split model."""
+    body = FusedBody(split.llama, runner.kernels, packing)
+    if packing == "share" and split.device.type == "cuda":
+        torch.cuda.empty_cache()  # else torch keeps the memory in which the weights were before
+    return body
 
 
 def packing_of(weights: LlamaWeights, owned: bool) -> Packing:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from selfspec.control.costs import RoundLimits
 from selfspec.core import UNBOUNDED_ROUNDS, Plan
-from selfspec.executors.cuda.body_choice import Measure, choose_body
+from selfspec.executors.cuda.body_choice import BodyChoice, Measure, apply_choice, choose_body
 from selfspec.executors.cuda.capture import Body, CannotCapture, Capture, CudaCapture, Recording
 from selfspec.executors.cuda.device_work import DeviceWork, current
 from selfspec.executors.cuda.graphs import Graphs, Recorded, Storage, Storages
@@ -44,8 +44,12 @@ START_SECONDS, START_BYTES = 10.0, 600 << 20  # limits of what is recorded befor
 
 
 def install(
-    split: Any, make: Callable[[Any], Runner] | None = None, owned: bool = False, measure: Measure | None = None
-) -> None:
+    split: Any,
+    make: Callable[[Any], Runner] | None = None,
+    owned: bool = False,
+    measure: Measure | None = None,
+    known: Callable[[], BodyChoice | None] = lambda: None,
+) -> BodyChoice | None:
     """Set a split model's runner and check it: its logits against the whole model's, recorded against eager rounds.
 
     If making the runner or a check fails, the runner is removed with a warning. Then what runs the layers in recordings
@@ -55,28 +59,40 @@ def install(
         make: makes the runner. Default: one with CUDA graphs if the split model is on CUDA, else none.
         owned: whether the model's weights may be moved in memory: nobody else uses the model.
         measure: gives the seconds of a replay. Default: `body_choice.replay_seconds`.
+        known: gives what an earlier call returned for the same weights, device and versions; then nothing is checked or
+            timed again. Asked only where there may be recordings.
+
+    Returns:
+        what may be kept for later calls; None where the model is decoded eagerly, or an error decided.
     """
     if make is None:
         if split.device.type != "cuda" or not has_triton():
-            return
+            return None
         make = Runner.on_cuda
     begun = perf_counter()
     with current(split.device):
         try:
             split.runner = make(split)
+            choice = known()
+            if choice is not None and apply_choice(split, split.runner, owned, choice):
+                body = "the model's own modules" if choice.packing is None else "fused layers"
+                report("decoding from graphs, by %s: checked and chosen before, ready in %.1f s",
+                       body, perf_counter() - begun)  # fmt: skip
+                return choice
             problem = _problem_of(split)
         except Exception as raised:  # compilers and drivers raise exceptions of any type
             problem = f"{type(raised).__name__}: {raised}"
         if problem:
             _log.warning("decoding from graphs does not serve this model here (%s), so it is decoded eagerly", problem)
-            split.runner = None
-            return
-        choose_body(split, split.runner, owned, lambda: _problem_of(split), measure)
+            split.runner = split.recorded = None
+            return None
+        choice = choose_body(split, split.runner, owned, lambda: _problem_of(split), measure)
     graphs = split.runner.graphs
     report(
         "checked decoding from graphs: %d recordings in %.1f s, %.0f MiB",
         graphs.num_recorded, perf_counter() - begun, graphs.num_bytes / (1 << 20),
     )  # fmt: skip
+    return choice
 
 
 def _problem_of(split: Any) -> str:
