@@ -115,9 +115,7 @@ class MessagesWriter(ChatWriter):
         [choice] = self.call.choices
         text, calls = gathered(self.pieces(choice))
         content: list[dict[str, Any]] = [{"type": "text", "text": text}] if text or not calls else []
-        for i, (name, arguments) in enumerate(calls):
-            with suppress(ValueError):  # an end by length may leave no object
-                content.append(self._tool_use(i, name, json.loads(arguments)))
+        content += [self._tool_use(i, name, _object(arguments)) for i, (name, arguments) in enumerate(calls)]
         return self._message(content, choice)
 
     def _tool_use(self, call: int, name: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -167,6 +165,22 @@ class MessagesWriter(ChatWriter):
             return {"stop_reason": "stop_sequence", "stop_sequence": ended.stop_reason}
         reasons = {"length": "max_tokens", "tool_calls": "tool_use"}
         return {"stop_reason": reasons.get(self.end_of(ended) or "", "end_turn"), "stop_sequence": None}
+
+
+def _object(text: str) -> dict[str, Any]:
+    """The object of a call's arguments; of one that is cut, its whole properties, as in Anthropic's answers."""
+    with suppress(ValueError):
+        return dict(json.loads(text))
+    found, rest, decoder = dict[str, Any](), text.partition("{")[2], json.JSONDecoder()
+    with suppress(ValueError):
+        while True:
+            name, end = decoder.raw_decode(rest.lstrip())
+            rest = rest.lstrip()[end:].partition(":")[2].lstrip()
+            value, end = decoder.raw_decode(rest)
+            if not rest[end:].lstrip().startswith(","):  # a number may go on
+                break
+            found[name], rest = value, rest[end:].partition(",")[2]
+    return found
 
 
 def _delta(piece: CallPiece) -> dict[str, Any]:

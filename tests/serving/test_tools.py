@@ -231,3 +231,14 @@ def test_a_message_whose_tools_fail_says_so_in_its_own_words(served):
     assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
     told = named_events(served.http.post("/v1/messages", json=asked | {"stream": True}))
     assert told[-1] == ("error", answer.json())
+
+
+def test_a_message_that_length_cuts_keeps_the_properties_that_are_whole(served):
+    properties = {"a": {"enum": ["x, y"]}, "b": {"type": "string", "pattern": "^[a-z]{40}$"}}
+    tools = [{"name": "f", "input_schema": {"type": "object", "properties": properties, "required": ["a", "b"]}}]
+    asked = {"messages": MESSAGES, "tools": tools, "tool_choice": {"type": "any"}}
+    for most, whole in ((45, {}), (70, {"a": "x, y"})):
+        told = served.http.post("/v1/messages", json=asked | {"max_tokens": most}).json()
+        [block] = told["content"]
+        assert told["stop_reason"] == "max_tokens"
+        assert (block["type"], block["name"], block["input"]) == ("tool_use", "f", whole)
