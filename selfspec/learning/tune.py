@@ -11,7 +11,7 @@ import copy
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from selfspec.calibrate import profile
-from selfspec.control.costs import Costs
 from selfspec.errors import flag, whole
 from selfspec.files import write_whole
 from selfspec.learning.agreement import acceptance_prior, agreement
-from selfspec.learning.card import WITH, WITHOUT, Tuned, card, write_card
+from selfspec.learning.card import PLAIN, WITH, WITHOUT, Tuned, card, write_card
+from selfspec.learning.rounds import Rounds, expected_gain, measure_rounds
 from selfspec.learning.speeds import agreement_by_place, measure_speeds
 from selfspec.learning.states import Positions, collect
 from selfspec.learning.trainer import ExitTrainer
@@ -46,7 +46,7 @@ MOST_BYTES = 1 << 30  # of states
 DEPTHS = (1 / 15, 1 / 8, 1 / 5, 1 / 3, 1 / 2)  # of the exits that are tried, in layers over all layers
 NUM_CHECKS, SAVE_SECONDS = 10, 30.0  # measurements while training; seconds between checkpoints
 LEAST_GAIN = 1.01  # over `adaptive` without heads
-MOST_DRAFTED = 8  # tokens of a draft, of the exits' expected gains
+ROUNDS_SHARE = 0.03  # of the time, for measuring rounds
 Report = Callable[[str], None]
 
 
@@ -96,22 +96,6 @@ def tune(
 def exits_of(num_layers: int) -> list[int]:
     """The exits that are tried."""
     return sorted({min(max(1, round(num_layers * depth)), num_layers - 1) for depth in DEPTHS})
-
-
-def expected_gain(costs: Costs, exit_layer: int, right: float, share: float) -> tuple[float, int]:
-    """Expected tokens per second over those of plain decoding with drafts of the best length, and that length.
-
-    A draft of d tokens gives 1 + a + .. + a^d tokens (arXiv 2211.17192), where a is the exit's agreement.
-
-    Args:
-        right: the exit's agreement.
-        share: the draft vocabulary over the vocabulary.
-    """
-    plain, found = costs.plain_round(1), list[tuple[float, int]]()
-    for length in range(1, MOST_DRAFTED + 1):
-        tokens = sum(right**place for place in range(length + 1))
-        found.append((tokens * plain / costs.round(exit_layer, (length,), draft_share=share), length))
-    return max(found)
 
 
 class _Run:
@@ -248,10 +232,10 @@ class _Run:
         while self.elapsed < end or not trainers[0].steps:
             for trainer in trainers:
                 trainer.step(self.seen, 0.0)
-        gains, costs = [], self._costs(trainers)
+        gains, rounds = [], self._rounds(trainers)
         for trainer in trainers:
             self.after[trainer.layer] = right = trainer.measure(self.held_seen)
-            gain, length = expected_gain(costs, trainer.layer, right, self._share)
+            gain, length = expected_gain(rounds, trainer.layer, right)
             gains.append(gain)
             self.say(
                 f"exit {trainer.layer}: agreement {self.before[trainer.layer]:.3f} before, {right:.3f} after "
@@ -259,19 +243,12 @@ class _Run:
             )
         return trainers[gains.index(max(gains))]
 
-    @property
-    def _share(self) -> float:
-        return 1.0 if self.subset is None else len(self.subset.tokens) / self.split.vocab_size
-
-    def _costs(self, trainers: Sequence[ExitTrainer]) -> Costs:
-        """What rounds cost here with the heads of some exits."""
-        first = trainers[0].heads
+    def _rounds(self, trainers: Sequence[ExitTrainer]) -> Rounds:
+        """What rounds take here with the heads of some exits, over plain ones."""
+        first, end = trainers[0].heads, self.elapsed + ROUNDS_SHARE * self.seconds
         heads = ExitHeads([one.layer for one in trainers], first.hidden_size, first.inner_size)
-        self.split.exit_heads = self._ready(heads)  # costs do not depend on their numbers
-        try:
-            return profile.costs_of(self.split)
-        finally:
-            self.split.exit_heads = None
+        # seconds do not depend on the heads' numbers
+        return measure_rounds(self.llm, self._ready(heads), self.held_tasks[0].prompt, lambda: self.elapsed < end)
 
     def _ready(self, heads: ExitHeads) -> ExitHeads:
         """Heads as they are read back from their file: the numbers of bfloat16, in the model's dtype."""
@@ -321,15 +298,23 @@ class _Run:
         gains = found.speeds[WITH] >= LEAST_GAIN * found.speeds[WITHOUT]
         about = {"by_position": places, "speeds": found.speeds, "gains": gains, "num_held_out": found.num_prompts}
         about |= {"num_different": found.num_different}
-        return self._tuned(trainer, **about, reason="" if gains else self._reason(trainer))
+        return self._tuned(trainer, **about, reason="" if gains else self._reason(trainer, found.speeds))
 
-    def _reason(self, trainer: ExitTrainer) -> str:
-        costs, right = self._costs([trainer]), trainer.best_agreement
-        needed = costs.round(trainer.layer, (1,), draft_share=self._share) / costs.plain_round(1) - 1
+    def _reason(self, trainer: ExitTrainer, speeds: Mapping[str, float]) -> str:
+        rounds, layer, right = self._rounds([trainer]), trainer.layer, trainer.best_agreement
+        gain, length = expected_gain(rounds, layer, right)
+        agrees = f"exit {layer} agrees with the model at {right:.2f} of the positions"
+        if gain <= 1:
+            needed = rounds.get((layer, 1), math.inf) - 1
+            return (
+                f"{agrees}, and a round that drafts one token takes {1 + needed:.2f} times a plain one, so an "
+                f"agreement above {needed:.2f} is needed to gain over plain decoding"
+            )
+        with_, without = (speeds[name] / speeds[PLAIN] for name in (WITH, WITHOUT))
         return (
-            f"exit {trainer.layer} agrees with the model at {right:.2f} of the positions, and a round that drafts one "
-            f"token takes {1 + needed:.2f} times a plain one, so an agreement above {needed:.2f} is needed to gain "
-            "over plain decoding, and more where drafts by lookup gain already"
+            f"{agrees}, and rounds at it alone, with {length} drafted tokens, are expected to be {gain:.2f} times as "
+            f"fast as plain decoding; {WITHOUT} without it is {without:.2f} times as fast, and with it {with_:.2f} "
+            f"times, which is less than {LEAST_GAIN:.2f} times that"
         )
 
     def _tuned(self, trainer: ExitTrainer, **measured: Any) -> Tuned:

@@ -9,14 +9,14 @@ import torch
 
 from selfspec.calibrate import profile
 from selfspec.control.acceptance import Tracker
-from selfspec.control.costs import Costs, Table
 from selfspec.core import SamplingParams, SpeculativeConfig
 from selfspec.learning import tune as tuning
 from selfspec.learning.agreement import agreement, exit_loss
 from selfspec.learning.card import CARD, WITH, WITHOUT
+from selfspec.learning.rounds import LENGTHS, expected_gain, measure_rounds
 from selfspec.learning.states import Positions, collect, run_texts, with_rest
 from selfspec.learning.trainer import ExitTrainer
-from selfspec.learning.tune import ANSWERS, CHECKPOINT, exits_of, expected_gain
+from selfspec.learning.tune import ANSWERS, CHECKPOINT, exits_of
 from selfspec.learning.workload import answer, rounds_of, split_prompts
 from selfspec.learning.written import Sample, Task, Written
 from selfspec.llm import LLM
@@ -78,7 +78,7 @@ def test_nothing_is_written_where_nothing_is_gained(tiny_folder, tmp_path, monke
     monkeypatch.setattr(tuning, "LEAST_GAIN", 1e9)
     llm = LLM(tiny_folder)
     tuned = llm.tune(PROMPTS, tmp_path / "out", **QUICK)
-    assert not tuned.gains and "agrees with the model at" in tuned.reason and "is needed" in tuned.reason
+    assert not tuned.gains and "agrees with the model at" in tuned.reason
     assert tuned.folder is None and not (tmp_path / "out").exists() and llm.target.exit_heads is None
 
 
@@ -103,7 +103,8 @@ def test_a_stopped_run_keeps_the_best_heads_and_goes_on(tiny_folder, tmp_path, m
 
     monkeypatch.setattr(tuning, "answer", alone)
     tuned = llm.tune(PROMPTS, out, keep=True, report=lines.append, **QUICK)
-    assert any(f"goes on at step {tuned.steps}, exit {layer}" in line for line in lines), lines
+    [steps] = [int(line.split()[4].rstrip(",")) for line in lines if line.startswith("goes on at step")]
+    assert 0 < steps <= tuned.steps and any(f"goes on at step {steps}, exit {layer}" in line for line in lines)
     assert tuned.exits == (layer,) and not (out / CHECKPOINT).exists() and not (out / ANSWERS).exists()
 
 
@@ -199,14 +200,28 @@ def test_a_loss_of_nan_leaves_the_head_as_it_was():
 
 
 def test_the_exit_is_chosen_by_what_it_gains_here():
-    flat = Table.of({1: 0.0, 64: 0.0})
-    rounds = {1: Table.of({1: 10.0, 2: 11.0, 9: 18.0})}
-    costs = Costs(10, rounds, {1: Table.of({1: 1.0, 10: 10.0})}, flat, flat, flat)
-    gain, length = expected_gain(costs, 2, 0.5, 1.0)
-    # two early layers for each drafted token and the last, and eight layers over two, three or more tokens
-    by_hand = [sum(0.5**i for i in range(d + 1)) * 10 / (2 * (d + 1) + 8 * (1 + 0.1 * d)) for d in range(1, 9)]
-    assert gain == pytest.approx(max(by_hand)) and length == by_hand.index(max(by_hand)) + 1
-    assert expected_gain(costs, 2, 0.1, 1.0)[0] < 1 < expected_gain(costs, 2, 0.9, 1.0)[0]
+    rounds = {(2, 1): 1.25, (2, 2): 1.6, (3, 1): 1.3}
+    assert expected_gain(rounds, 2, 0.5) == (pytest.approx(1.5 / 1.25), 1)
+    assert expected_gain(rounds, 2, 0.9) == (pytest.approx(2.71 / 1.6), 2)
+    assert expected_gain(rounds, 2, 0.2)[0] < 1 and expected_gain(rounds, 4, 0.9)[0] == 0
+
+
+def test_rounds_are_measured_in_turns_and_relatively(tiny_folder):
+    llm, asked = LLM(tiny_folder), []
+    heads = ExitHeads([1, 2], 32, 64)
+    turns = iter([True, False])
+    rounds = measure_rounds(llm, heads, PROMPTS[0], lambda: asked.append(1) or next(turns))
+    assert set(rounds) == {(layer, length) for layer in (1, 2) for length in LENGTHS} and len(asked) == 2
+    assert all(ratio > 0 for ratio in rounds.values()) and llm.target.split.exit_heads is None
+
+
+@pytest.mark.parametrize(("ratio", "words"), [(1.9, "above 0.90 is needed"), (0.5, "alone, with 1 drafted tokens")])
+def test_the_reason_fits_the_figures(tiny_folder, tmp_path, monkeypatch, ratio, words):
+    monkeypatch.setattr(tuning, "LEAST_GAIN", 1e9)
+    monkeypatch.setattr(tuning, "measure_rounds", lambda llm, heads, *rest: {(one, 1): ratio for one in heads.layers})
+    monkeypatch.setattr(ExitTrainer, "measure", lambda self, seen: setattr(self, "best_agreement", 0.4) or 0.4)
+    tuned = LLM(tiny_folder).tune(PROMPTS, tmp_path / "out", **QUICK)
+    assert not tuned.gains and words in tuned.reason and "at 0.40 of the positions" in tuned.reason
 
 
 def test_prompts_are_split_by_content_and_answered_at_every_temperature(tiny_folder):
