@@ -13,6 +13,7 @@ from selfspec.decoding.prefix_store import state_of
 from selfspec.executors.cuda.capture import CannotCapture
 from selfspec.executors.cuda.device_work import DeviceWork
 from selfspec.executors.cuda.round_inputs import HostRecords
+from selfspec.kernels.layout import SamplingTensors
 from tests.cuda.standin import runner_of, with_runner
 from tests.cuda.tape import Tape
 from tests.helpers import Always, decode, make_prompts, tokens_of
@@ -167,3 +168,25 @@ def test_pages_of_all_layers_are_zeroed_at_once():
     with Counting() as counting:
         cache.release(pages)
     assert counting.num_done <= 5  # four views of one tensor, and what fills it
+
+
+def test_half_precision_logits_are_rounded_before_they_are_compared_as_generate_does():
+    """The decision about logits in float32 from a half-precision head: there are none, since ties are broken otherwise.
+
+    `generate` converts rounded logits to float32 and takes the first of equal ones. A product with float32 output has
+    no ties there, and picks other tokens.
+    """
+    model = build("llama").bfloat16().eval()
+    split = with_runner(Target(model, backend="views")).split
+    texts = torch.randint(3, 96, (64, 24), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        hidden = model.model(texts).last_hidden_state.flatten(0, 1)
+        wanted = model.lm_head(hidden).to(torch.float32)  # as in `generate`
+        unrounded = hidden.float() @ model.lm_head.weight.float().T
+        logits = split.logits(hidden)
+        assert logits.dtype == torch.float32 and torch.equal(logits, wanted)
+        zeros = torch.zeros(len(hidden))
+        greedy = SamplingTensors(zeros, zeros.int(), zeros + 1, zeros, zeros.long(), zeros.long(), False, False)
+        picks, _ = split.runner.kernels.pick(logits, greedy)
+    assert torch.equal(picks, wanted.argmax(-1))
+    assert (picks != unrounded.argmax(-1)).sum() >= 3
