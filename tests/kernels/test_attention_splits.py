@@ -65,8 +65,8 @@ def test_one_kernel_runs_where_one_split_is_enough(batch, context, kernels):
 
 def test_splits_follow_from_the_device():
     queries, keys, _, layout, _ = of_recording(4, 1024, 1, HEADS[0])
-    large, small = (tiling_of(queries, keys, layout, None, None, device=Device(n)) for n in (132, 4))
-    assert large.splits.most > small.splits.most == 1
+    large, small = (tiling_of(queries, keys, layout, None, None, device=Device(n)) for n in (132, 16))
+    assert large.splits.parts > small.splits.parts == 1
     narrow = tiling_of(queries, keys, layout, None, None, device=Device(shared_bytes=100 << 10))
     assert narrow.options["num_stages"] < large.options["num_stages"]
 
