@@ -100,7 +100,7 @@ def collect(split: SplitModel, texts: Sequence[Sample], exits: Sequence[int], to
         top_k: number of most probable tokens to keep per position.
     """
     num, width, k = count_positions(texts), hidden_size_of(split), min(top_k, split.vocab_size - 1)
-    half = split.dtype if split.dtype.itemsize < 4 else torch.bfloat16
+    half = half_of(split)
     kept = Positions(
         torch.empty(len(exits), num, width, dtype=half),
         torch.empty(num, k, dtype=torch.int32),
@@ -117,6 +117,11 @@ def collect(split: SplitModel, texts: Sequence[Sample], exits: Sequence[int], to
             kept.ids[where], kept.log_probs[where] = ids.cpu().int(), with_rest(top).cpu().half()
         at += size
     return kept
+
+
+def half_of(split: SplitModel) -> torch.dtype:
+    """The 16-bit type in which states are kept."""
+    return split.dtype if split.dtype.itemsize < 4 else torch.bfloat16
 
 
 def with_rest(log_probs: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import copy
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,16 +19,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from selfspec.calibrate import profile
+from selfspec.decoding.defaults import GenerationDefaults
 from selfspec.errors import flag, whole
 from selfspec.files import write_whole
 from selfspec.learning.agreement import acceptance_prior, agreement
+from selfspec.learning.answering import answer_and_collect
 from selfspec.learning.card import PLAIN, WITH, WITHOUT, Tuned, card, write_card
 from selfspec.learning.rounds import Rounds, expected_gain, measure_rounds
 from selfspec.learning.speeds import agreement_by_place, measure_speeds
 from selfspec.learning.states import Positions, collect
 from selfspec.learning.trainer import ExitTrainer
 from selfspec.learning.workload import Given, answer, rounds_of, split_prompts
-from selfspec.learning.written import Sample, Written, count_positions
+from selfspec.learning.written import Sample, Task, Written, count_positions
 from selfspec.model.draft_vocabulary import Frequencies, Subset
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.fingerprint import hidden_size_of, weights_of
@@ -169,11 +171,10 @@ class _Run:
             is_enough = number >= most or (not self.saved and self.elapsed > ANSWER_SHARE * self.seconds)
             if (is_enough and number >= LEAST_TOKENS) or (self.saved and written.missing(tasks)):
                 break
-            some = answer(self.target, tasks, written)
-            if some:
+            for some, seen in self._answered(tasks, written):
                 answers += some
-                parts.append(self._collected(some, "answers"))
-                number += parts[-1].number
+                parts.append(seen)
+                number += seen.number
             if time.monotonic() - shown > SAVE_SECONDS / 3:
                 shown = time.monotonic()
                 self.say(f"answers: {len(answers):,} with {number:,} tokens after {self.elapsed:.0f} s")
@@ -187,6 +188,20 @@ class _Run:
         self.subset = self._subset()
         over = "all tokens" if self.subset is None else f"{len(self.subset.tokens):,} tokens"
         self.say(f"answers: {len(answers):,} with {number:,} tokens, {self.elapsed:.0f} s; drafts over {over}")
+
+    def _answered(self, tasks: Sequence[Task], written: Written) -> Iterator[tuple[list[Sample], Positions]]:
+        """Answers and their positions: those of an earlier run, and new ones."""
+        missing = written.missing(tasks)
+        known = [task for task in tasks if task not in set(missing)]
+        if some := answer(self.target, known, written):
+            yield some, self._collected(some, "answers")
+        if missing:
+            ends = GenerationDefaults(self.split.model, self.target.tokenizer).eos_token_ids
+            with torch.inference_mode(False):
+                some, seen = answer_and_collect(self.split, missing, ends, self.exits, TOP_K)
+            for task, sample in zip(missing, some, strict=True):
+                written.add(task, sample.tokens[sample.num_prompt :])
+            yield some, seen
 
     def _collected(self, texts: Sequence[Sample], what: str) -> Positions:
         if not count_positions(texts):

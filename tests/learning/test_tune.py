@@ -12,6 +12,7 @@ from selfspec.control.acceptance import Tracker
 from selfspec.core import SamplingParams, SpeculativeConfig
 from selfspec.learning import tune as tuning
 from selfspec.learning.agreement import agreement, exit_loss
+from selfspec.learning.answering import answer_and_collect
 from selfspec.learning.card import CARD, WITH, WITHOUT
 from selfspec.learning.rounds import LENGTHS, expected_gain, measure_rounds
 from selfspec.learning.states import Positions, collect, run_texts, with_rest
@@ -111,13 +112,13 @@ def test_a_stopped_run_keeps_the_best_heads_and_goes_on(tiny_folder, tmp_path, m
 def test_a_stop_while_answering_keeps_the_answers(tiny_folder, tmp_path, monkeypatch):
     out, calls = tmp_path / "out", []
 
-    def stop(*given, kept=collect):
+    def stop(*given, kept=answer_and_collect):
         calls.append(given)
         if len(calls) == 2:
             raise KeyboardInterrupt
         return kept(*given)
 
-    monkeypatch.setattr(tuning, "collect", stop)
+    monkeypatch.setattr(tuning, "answer_and_collect", stop)
     with pytest.raises(KeyboardInterrupt):
         LLM(tiny_folder).tune(PROMPTS, out, **QUICK)
     assert [file.name for file in out.iterdir()] == [ANSWERS]
@@ -250,6 +251,28 @@ def test_texts_are_user_turns_where_there_is_a_template(tmp_path):
     assert {llm.tokenizer.decode(task.prompt) for task in tasks} == {f"w1 {text} w2 w3" for text in texts}
     said = [[{"role": "user", "content": text}] for text in texts]
     assert split_prompts(llm, said, 12, 0) == split_prompts(llm, texts, 12, 0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_answers_and_states_are_made_in_one_pass(stories, temperature):
+    texts = ["Once upon a time", "The dog", "Tom has a red ball. One day", "The sun was"]
+    limits = [9, 1, 20, 14]
+    prompts = [tuple(stories.tokenizer(text)["input_ids"]) for text in texts]
+    tasks = [Task(prompt, limit, temperature, 3) for prompt, limit in zip(prompts, limits, strict=True)]
+    samples, seen = answer_and_collect(stories.split, tasks, frozenset(), (2, 4), 10)
+    assert [len(sample.positions) for sample in samples] == limits
+    if not temperature:
+        assert samples == answer(stories, tasks, Written(None, "")), "as the engine decodes"
+    end = samples[2].tokens[samples[2].num_prompt + 4]
+    cut, _ = answer_and_collect(stories.split, tasks, {end}, (2, 4), 10)
+    longest = samples[2].tokens[: samples[2].tokens.index(end, samples[2].num_prompt) + 1]
+    assert cut[2].tokens == longest, "the end belongs to the answer"
+    [alone], _ = answer_and_collect(stories.split, tasks[3:], frozenset(), (2, 4), 10)
+    assert alone == samples[3], "an answer depends on its task alone"
+    wanted = collect(stories.split, samples, (2, 4), 10)
+    assert torch.equal(seen.ids[:, :1], wanted.ids[:, :1]) and seen.number == sum(limits)
+    torch.testing.assert_close(seen.hidden.float(), wanted.hidden.float(), atol=0.05, rtol=0.02)
+    torch.testing.assert_close(seen.log_probs.float(), wanted.log_probs.float(), atol=0.02, rtol=0.02)
 
 
 def test_every_position_is_seen_as_decoding_saw_it(stories):
