@@ -17,6 +17,7 @@ from selfspec.cli import calibrate as command
 from selfspec.cli import status
 from selfspec.cli.status import StatusConsole
 from selfspec.control.costs import Costs
+from selfspec.progress import report, tell
 from tests import cli_fixtures
 from tests.cli_fixtures import Terminal, assert_refused
 
@@ -169,3 +170,10 @@ def test_a_warning_is_one_line_and_is_shown_once(capsys):
         log.warning("unheard")
     assert capsys.readouterr() == ("", "selfspec: two lines here\n")
     assert log.handlers == before
+
+
+def test_what_a_start_took_is_a_line_also_while_nothing_is_waited_for(capsys):
+    with StatusConsole():
+        tell("recorded %d rounds in %.1f s, %d MiB", 9, 1.5, 40)
+        report("half of it")
+    assert capsys.readouterr() == ("", "recorded 9 rounds in 1.5 s, 40 MiB\n")

@@ -72,7 +72,9 @@ class StatusConsole(logging.Handler):
         elif record.levelno >= logging.WARNING and line not in self._warned:
             self._warned.add(line)
             self.say(f"selfspec: {line}", "")
-        elif record.name.startswith("selfspec.serving") and record.levelno == logging.INFO:  # answers, and prompts
+        elif getattr(record, "is_told", False) or (
+            record.name.startswith("selfspec.serving") and record.levelno == logging.INFO  # answers, and prompts
+        ):
             self.say(line)
 
     def say(self, line: Any, style: str = "dim") -> None:

@@ -32,7 +32,7 @@ from selfspec.model.draft_vocabulary import HeldSubset
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.quantized import is_dense
 from selfspec.model.self_check import TOLERANCE, split_error
-from selfspec.progress import report
+from selfspec.progress import tell
 
 T = TypeVar("T")
 _log = logging.getLogger("selfspec")
@@ -76,8 +76,8 @@ def install(
             choice = known()
             if choice is not None and apply_choice(split, split.runner, owned, choice):
                 body = "the model's own modules" if choice.packing is None else "fused layers"
-                report("decoding from graphs, by %s: checked and chosen before, ready in %.1f s",
-                       body, perf_counter() - begun)  # fmt: skip
+                tell("decoding from graphs, by %s: checked and chosen before, ready in %.1f s",
+                     body, perf_counter() - begun)  # fmt: skip
                 return choice
             problem = _problem_of(split)
         except Exception as raised:  # compilers and drivers raise exceptions of any type
@@ -88,7 +88,7 @@ def install(
             return None
         choice = choose_body(split, split.runner, owned, lambda: _problem_of(split), measure)
     graphs = split.runner.graphs
-    report(
+    tell(
         "checked decoding from graphs: %d recordings in %.1f s, %.0f MiB",
         graphs.num_recorded, perf_counter() - begun, graphs.num_bytes / (1 << 20),
     )  # fmt: skip
@@ -247,7 +247,7 @@ class Runner:
                 else:
                     self._recorded(*made)
         if self.graphs.num_recorded > recorded:
-            report(
+            tell(
                 "recorded rounds before decoding: %d recordings in %.1f s, %.0f MiB%s",
                 self.graphs.num_recorded - recorded, perf_counter() - begun,
                 (self.graphs.num_bytes - num_bytes) / (1 << 20),
