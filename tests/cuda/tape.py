@@ -166,6 +166,20 @@ class Tape:
         return kernels._replace(**{name: seen(name) for name in KERNELS})
 
 
+class Failing(Tape):
+    """Fails in some of its recordings."""
+
+    def __init__(self, problem, when):
+        super().__init__()
+        self.problem, self.when, self.num_asked = problem, when, 0
+
+    def record(self, body):
+        self.num_asked += 1
+        if self.num_asked in self.when:
+            raise self.problem
+        return super().record(body)
+
+
 class Taped:
     """A recording."""
 

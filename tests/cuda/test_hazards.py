@@ -15,7 +15,7 @@ from selfspec.executors.cuda.device_work import DeviceWork
 from selfspec.executors.cuda.round_inputs import HostRecords
 from selfspec.kernels.layout import SamplingTensors
 from tests.cuda.standin import runner_of, with_runner
-from tests.cuda.tape import Tape
+from tests.cuda.tape import Failing
 from tests.helpers import Always, decode, make_prompts, tokens_of
 from tests.models import build, tiny
 from tests.target import Target
@@ -93,20 +93,6 @@ def test_an_error_under_the_lock_gives_lock_and_device_back(devices):
         with pytest.raises(KeyError), work:
             raise KeyError
     assert devices.now == 0
-
-
-class Failing(Tape):
-    """Fails in some of its recordings."""
-
-    def __init__(self, problem, when):
-        super().__init__()
-        self.problem, self.when, self.num_asked = problem, when, 0
-
-    def record(self, body):
-        self.num_asked += 1
-        if self.num_asked in self.when:
-            raise self.problem
-        return super().record(body)
 
 
 def decoded_with(problem, when):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache, partial
 
 import pytest
+import torch
 
 from selfspec import SamplingParams
 from selfspec.control.adaptive import Adaptive
@@ -17,6 +18,7 @@ from selfspec.executors.cuda import runner as runners
 from selfspec.executors.cuda.fused_body import FusedBody
 from selfspec.loading import target as targets
 from tests.cuda.standin import runner_of, with_runner
+from tests.cuda.tape import Failing
 from tests.helpers import Run, engine_of, make_prompts, tokens_of
 from tests.helpers import decode as decoded
 from tests.models import build, tiny
@@ -107,6 +109,20 @@ def test_what_is_beyond_the_limits_is_recorded_when_it_is_used(name, limit, capl
         run.add(prompt, PARAMS)
     run.finish()
     assert tokens_of(run.outputs) == wanted(3) and target.split.runner.graphs.num_recorded > recorded
+
+
+def test_short_memory_ends_what_is_recorded_before_decoding(caplog):
+    target = Target(build("llama"), backend="views")
+    tape = Failing(torch.OutOfMemoryError("no memory"), {4})
+    graphs = (runner := runner_of(target.split, tape=tape)).graphs
+    target.split.runner = runner
+    with caplog.at_level(logging.INFO, "selfspec"):
+        run = Run(engine_of(target, Fixed(2, 3), max_num_seqs=3))
+    assert len(graphs) == graphs.num_recorded == 3 and "; 3 more at their first use" in caplog.text
+    for prompt in prompts(3):
+        run.add(prompt, PARAMS)
+    run.finish()
+    assert tokens_of(run.outputs) == wanted(3) and graphs.num_recorded > 3 and runner.refused is None
 
 
 def test_plain_rounds_of_all_numbers_of_rows_come_first(monkeypatch):

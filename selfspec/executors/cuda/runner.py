@@ -232,7 +232,7 @@ class Runner:
         storage = self.storages.of(cache)
         if storage is None:
             return
-        begun, num_left = perf_counter(), 0
+        begun, num_left, is_full = perf_counter(), 0, False
         recorded, num_bytes = self.graphs.num_recorded, self.graphs.num_bytes
         for num_rows, plan in wanted:
             if self.refused is not None:
@@ -242,10 +242,15 @@ class Runner:
                 if made is None or made[0] in self.graphs or made[0] in self._failed:
                     continue
                 is_late = self.split.agreed(perf_counter() - begun) > START_SECONDS
-                if is_late or self.graphs.num_bytes - num_bytes > START_BYTES:
+                if is_full or is_late or self.graphs.num_bytes - num_bytes > START_BYTES:
                     num_left += 1
-                else:
-                    self._recorded(*made)
+                    continue
+                try:
+                    self.graphs.record(made[0], *made[1]())
+                except torch.OutOfMemoryError:  # what was recorded so far is likelier than the rest
+                    is_full, num_left = True, num_left + 1
+                except CannotCapture as problem:
+                    self._refuse(made[0], problem)
         if self.graphs.num_recorded > recorded:
             tell(
                 "recorded rounds before decoding: %d recordings in %.1f s, %.0f MiB%s",
