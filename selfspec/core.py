@@ -38,6 +38,8 @@ FinishReason = Literal["stop", "length", "abort"]
 LogitsProcessor = Callable[[Any, Any], Any]  # (token ids [1, length], logits [1, vocab]) -> logits [1, vocab]
 StoppingCriterion = Callable[[Any, Any], Any]  # (token ids [1, length], None) -> whether the output ends here
 DRAFTERS = ("exit", "lookup", "copies")
+COMBINING = {"$ref", "allOf", "anyOf", "oneOf"}  # keywords of schemas
+OPENING = COMBINING | {"additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties"}
 DEFAULT_MAX_TOKENS = 128
 MAX_LOGPROBS = 20
 MAX_BIAS = 100
@@ -65,7 +67,8 @@ class StructuredOutputs:
     The output ends where nothing may follow. Where it may end and may go on, an end-of-text token ends it.
 
     Args:
-        json: a JSON schema, as a mapping or a text; the output is JSON that validates.
+        json: a JSON schema, as a mapping or a text; the output is JSON that validates, without properties that the
+            outermost object does not name, unless `additionalProperties` says so.
         json_object: True: the output is a JSON object.
         regex: a regular expression that the whole output matches, in the syntax of Rust's crate regex.
         choice: the output is one of these texts.
@@ -139,12 +142,29 @@ def _schema_text(schema: Any) -> str:
     try:
         if isinstance(schema, str) and len(schema) <= MAX_SCHEMA:
             schema = json.loads(schema)
-        text = schema if isinstance(schema, str) else _json(schema)
+        text = schema if isinstance(schema, str) else _json(closed(schema))
     except (ValueError, TypeError, RecursionError) as problem:
         raise ValueError(f"structured_outputs.json must be a JSON schema, and it is no JSON ({problem})") from problem
     if not isinstance(schema, str | abc.Mapping):
         raise ValueError(f"structured_outputs.json must be a JSON schema, a mapping or its text, {got(schema)}")
     return text
+
+
+def closed(schema: Any) -> Any:
+    """An object's schema without properties that it does not name, unless it says or needs them.
+
+    What it allows validates against the schema as it is. A small model would write further properties without end.
+    """
+    if not isinstance(schema, abc.Mapping) or schema.keys() & OPENING:
+        return schema
+    named, needed = schema.get("properties"), schema.get("required", ())
+    if (
+        not isinstance(named, abc.Mapping)
+        or not isinstance(needed, list | tuple)
+        or not {*map(str, needed)} <= named.keys()
+    ):
+        return schema
+    return {**schema, "additionalProperties": False}
 
 
 def _pattern_length(schema: Any) -> int:
@@ -645,7 +665,7 @@ class StageSeconds:
 class RoundOutput:
     """One round of a batch; sequences that only read their prompts are not in it."""
 
-    exit_layer: int | None  # what drafted: a layer, `LOOKUP`; None: nothing was drafted
+    exit_layer: int | None  # what drafted: a layer, `LOOKUP` (a grammar, too); None: nothing was drafted
     rows: list[RowRound]
     seconds: StageSeconds
     plan: Plan | None = None  # that it is a round of; None where no sequence was ready to decode

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 from uuid import uuid4
 
-from selfspec.core import MAX_SCHEMA, SamplingParams, StructuredOutputs
+from selfspec.core import MAX_SCHEMA, SamplingParams, StructuredOutputs, closed
 from selfspec.decoding.outputs import CompletionOutput, RequestOutput
 from selfspec.errors import flag, got
 from selfspec.structured.formats import FORMATS, NAME, CallFormat, CallPiece, CallReader, format_of
@@ -53,9 +53,7 @@ class Tool:
 
         Parts of JSON are separated as in the templates' own JSON, so that a small model cannot write spaces for ever.
         """
-        schema = {"type": "object", **self.parameters}
-        if "properties" in schema and not schema.keys() & {"allOf", "anyOf", "oneOf", "$ref", "patternProperties"}:
-            schema.setdefault("additionalProperties", False)
+        schema = closed({"type": "object", **self.parameters})
         return json.dumps(schema | {"x-guidance": OPTIONS | {"lenient": not self.strict}})
 
 

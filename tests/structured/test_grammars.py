@@ -84,6 +84,27 @@ def test_a_grammar_that_cannot_be_honoured_is_refused_with_its_reason(given, sai
     assert said in refusal(**given)
 
 
+A = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("given", "goes_on"),
+    [
+        ({}, False),
+        ({"additionalProperties": False}, False),
+        ({"additionalProperties": True}, True),
+        ({"minProperties": 2}, True),
+        ({"required": ["a", "b"]}, True),
+    ],
+)
+def test_an_object_has_no_properties_that_its_schema_does_not_name_unless_it_says_or_needs_them(given, goes_on):
+    asked = StructuredOutputs(json={"type": "object", **A, **given}, disable_any_whitespace=True)
+    row = Grammars(byte_tokenizer()).row(asked, frozenset([EOS]), VOCAB)
+    written, [comma] = (byte_tokenizer()(text)["input_ids"] for text in ('{"a":1', ","))
+    assert row.num_allowed(written) == len(written)
+    assert (comma in bits_of(row.mask(written))) == goes_on
+
+
 def test_a_tokenizer_that_cannot_be_read_is_named():
     assert "cannot be decoded with this tokenizer" in refusal(word_tokenizer(), regex="a")
     with pytest.raises(ValueError, match="structured_outputs needs a tokenizer; load with tokenizer="):
