@@ -69,6 +69,8 @@ class Drafters:
             return [BY_LAYERS] if only_layers else [*self._over_all]
         text, dear = self._vocabulary, self._with_dear_heads
         sizes = [size for size in (text.vocab_size // divisor for divisor in self._divisors) if size >= LEAST_VOCAB]
+        if text.focus is not None and text.focus < min(sizes, default=0):
+            sizes = [text.focus, *sizes[:-1]]  # as many as before, for recordings
         vocabs = [(size, self.share(size), text.coverage(size) if measured else 1.0) for size in sizes if dear]
         return [*self._over_all, *[Drafter(*vocab, one.draft_bits, one.deepest) for vocab in vocabs for one in dear]]
 

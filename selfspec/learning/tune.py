@@ -153,8 +153,9 @@ class _Run:
     def _answer(self) -> None:
         """Answer prompts and collect states until their share of the time is over, or all are answered."""
         written = Written(None if self.folder is None else self.folder / ANSWERS, self.weights)
-        self.held_out = answer(self.target, self.held_tasks, written)
-        self.held_seen = self._collected(self.held_out, "held-out answers")
+        held = list(self._answered(self.held_tasks, written))
+        self.held_out = [sample for some, _ in held for sample in some]
+        self.held_seen = Positions.joined([seen for _, seen in held])
         begun = time.perf_counter()
         alone = answer(self.target, self.held_tasks[:1], Written(None, ""))
         plain = (time.perf_counter() - begun) / max(1, count_positions(alone))
@@ -190,11 +191,13 @@ class _Run:
         self.say(f"answers: {len(answers):,} with {number:,} tokens, {self.elapsed:.0f} s; drafts over {over}")
 
     def _answered(self, tasks: Sequence[Task], written: Written) -> Iterator[tuple[list[Sample], Positions]]:
-        """Answers and their positions: those of an earlier run, and new ones."""
+        """Answers, none of them empty, and their positions: those of an earlier run, and new ones."""
         missing = written.missing(tasks)
         known = [task for task in tasks if task not in set(missing)]
         if some := answer(self.target, known, written):
-            yield some, self._collected(some, "answers")
+            with torch.inference_mode(False):
+                seen = collect(self.split, some, self.exits, TOP_K)
+            yield some, seen
         if missing:
             ends = GenerationDefaults(self.split.model, self.target.tokenizer).eos_token_ids
             with torch.inference_mode(False):
@@ -203,14 +206,9 @@ class _Run:
                 written.add(task, sample.tokens[sample.num_prompt :])
             yield some, seen
 
-    def _collected(self, texts: Sequence[Sample], what: str) -> Positions:
-        if not count_positions(texts):
-            raise ValueError(f"the model's {what} are empty, so there is nothing to learn from; give other prompts")
-        with torch.inference_mode(False):
-            return collect(self.split, texts, self.exits, TOP_K)
-
     def _subset(self) -> Subset | None:
         """The draft vocabulary: the most frequent tokens of the answers; None: the whole vocabulary."""
+        self.split.frequencies.add_counts(self.counts)  # drafts are over them while measuring, too
         size = self.split.default_draft_vocab
         if size is None:
             return None

@@ -27,6 +27,7 @@ HALF_LIFE = 64.0  # of coverage, in output tokens
 PRIOR_COVERAGE, PRIOR_WEIGHT = 0.8, 4.0  # coverage without output tokens, and the number of tokens it counts as
 
 DIVISOR, LEAST_SIZE = 8, 4096  # of the default draft vocabulary
+FOCUS_COVERAGE, LEAST_FOCUS = 0.99, 512  # of the texts that heads were trained for
 DEAR_HEAD = 2  # layers: a head that weighs more drafts over a part of the vocabulary by default
 
 
@@ -34,6 +35,16 @@ def default_size(vocab_size: int, head_weights: int, layer_weights: int) -> int 
     """The default size of a draft vocabulary, from the number of weights of the head and of a layer; None: all."""
     size = vocab_size // DIVISOR
     return size if size >= LEAST_SIZE and head_weights > DEAR_HEAD * layer_weights else None
+
+
+def covering_size(counts: Mapping[int, int]) -> int:
+    """The number of most frequent tokens that cover `FOCUS_COVERAGE` of some texts' tokens, as a multiple of 64."""
+    missing, size = FOCUS_COVERAGE * sum(counts.values()), 0
+    for count in sorted(counts.values(), reverse=True):
+        if missing <= 0:
+            break
+        missing, size = missing - count, size + 1
+    return max(LEAST_FOCUS, size + -size % 64)
 
 
 class Part:
@@ -81,6 +92,8 @@ class Frequencies:
         self._seen = self._ranked = 0
         self._parts: dict[int, Part] = {}
         self._lock = threading.RLock()
+        self.focus: int | None = None
+        """The size of a draft vocabulary for the texts of `add_counts`; None: there were none."""
 
     def add(self, tokens: Iterable[int], written: bool = False) -> None:
         """Add tokens of a prompt or, with `written`, of the output."""
@@ -97,6 +110,7 @@ class Frequencies:
             self._counts.update(known)
             self._seen += sum(known.values())
             self._parts = {}
+            self.focus = covering_size(known) if known else self.focus
 
     def _count_new(self) -> None:
         """Count the new tokens in their order, ranking again in between where due."""

@@ -127,12 +127,15 @@ class SplitModel:
     def default_draft_vocab(self) -> int | None:
         """The size of the part of the vocabulary that a fixed exit layer drafts over by default; None: all of it.
 
-        An eighth where the head weighs more than two layers, see `draft_vocabulary.default_size`.
+        An eighth where the head weighs more than two layers, see `draft_vocabulary.default_size`; less where exit heads
+        were trained for texts of fewer tokens.
         """
         if not self.has_draft_heads:
             return None
         head = self._twin.get_output_embeddings().weight.numel()
-        return default_size(self.vocab_size, head, sum(weight.numel() for weight in self.layer_modules[0].parameters()))
+        layer = sum(weight.numel() for weight in self.layer_modules[0].parameters())
+        size, focus = default_size(self.vocab_size, head, layer), self.frequencies.focus
+        return size if size is None or focus is None else min(size, focus)
 
     @property
     def layer_modules(self) -> Sequence[nn.Module]:

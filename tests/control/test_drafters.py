@@ -31,7 +31,8 @@ DEAR = 5e-4  # seconds of a head, where a layer takes a tenth of a millisecond
 class Text:
     """What is known of a vocabulary: how much of the text each part covers."""
 
-    def __init__(self, vocab_size=VOCAB, **covered):
+    def __init__(self, vocab_size=VOCAB, focus=None, **covered):
+        self.focus = focus
         self.vocab_size, self.covered = vocab_size, {int(size[1:]): share for size, share in covered.items()}
 
     def coverage(self, size):
@@ -79,6 +80,14 @@ def test_small_vocabularies_have_no_parts_however_dear_their_head():
         VOCAB: [None, 16384, 32768]
     }
     assert Drafters(dear).now() == [BY_LAYERS]
+
+
+def test_heads_trained_for_few_tokens_draft_over_those():
+    dear = even_costs(head=DEAR)
+    assert [one.draft_vocab for one in Drafters(dear, Text(focus=1024)).now()] == [None, 1024, 16384]
+    assert [one.draft_vocab for one in Drafters(dear, Text(focus=20000)).now()] == [None, 16384, 32768]
+    assert [one.draft_vocab for one in Drafters(dear, Text(4096, focus=1024)).now()] == [None]
+    assert planned(DEAR, Text(focus=1024, s1024=0.99, s16384=1.0)).draft_vocab == 1024
 
 
 def test_rows_with_processors_are_priced_over_the_whole_vocabulary():

@@ -17,7 +17,7 @@ from selfspec.core import SamplingParams, SpeculativeConfig, StageSeconds
 from selfspec.kernels.gumbel import NoiseAhead
 from selfspec.kernels.pick import Subset, best_of, scored, to_token_ids
 from selfspec.loading.target import Target
-from selfspec.model.draft_vocabulary import Frequencies, default_size
+from selfspec.model.draft_vocabulary import Frequencies, covering_size, default_size
 from selfspec.model.exit_heads import ExitHeads
 from tests.decoding.test_greedy import check_equals_generate
 from tests.decoding.test_sampling import check_equals_plain
@@ -123,6 +123,18 @@ def test_ranks_begin_with_low_ids_and_follow_what_is_seen():
     assert seen.top(4).tolist() == [0, 1, 500, 900]
     seen.add([7] * MANY)
     assert seen.top(2).tolist() == [7, 500]
+
+
+def test_the_size_for_some_texts_covers_almost_all_of_their_tokens():
+    assert covering_size({1: 1}) == covering_size(dict.fromkeys(range(400), 5)) == 512
+    assert covering_size(dict.fromkeys(range(1000), 7)) == 1024  # 990, in groups of 64
+    assert covering_size(dict.fromkeys(range(700), 1000) | dict.fromkeys(range(700, 5000), 1)) == 704
+    seen = Frequencies(1000)
+    assert seen.focus is None
+    seen.add_counts({2000: 5})
+    assert seen.focus is None, "none of its tokens is in the vocabulary"
+    seen.add_counts({20: 5})
+    assert seen.focus == 512
 
 
 def test_ranks_are_learned_anew_while_a_part_misses_tokens():
