@@ -15,7 +15,7 @@ from selfspec.cli import show
 from selfspec.cli.compare import Comparison
 from selfspec.cli.drafts import Piece, PieceCutter, legend, paint, picture
 from selfspec.cli.session import STAGES, Run
-from selfspec.control.plan import NUM_BINS, SurvivalStop
+from selfspec.control.plan import GRAMMAR, NUM_BINS, SurvivalStop
 from selfspec.core import LOOKUP, Plan, Request, RoundOutput, RowRound, Sequence, StageSeconds
 from selfspec.decoding.outputs import SpecStats
 from tests import cli_fixtures
@@ -102,8 +102,19 @@ def test_a_sentence_says_what_drafted_and_what_it_gained():
     drafting = RowRound(SEQUENCE, 4, 3, [5, 6, 7, 8], [5, 6, 7, 9])
     for exit_layer in (LOOKUP, 2, 2):
         run.add(RoundOutput(exit_layer, [drafting], StageSeconds(), Plan(exit_layer, (4,))))
-    told = "4 tokens by lookup in the text so far, 3 of them right; 8 tokens by early layers, 6 of them right"
+    forced = RowRound(SEQUENCE, 2, 2, [5, 6, 7], [5, 6], match_length=2, source=GRAMMAR)
+    run.add(RoundOutput(LOOKUP, [forced, drafting], StageSeconds(), Plan(LOOKUP, (4, 4))))
+    told = (
+        "2 tokens by the grammar, 2 of them right; 8 tokens by lookup in the text so far, 6 of them right; "
+        "8 tokens by early layers, 6 of them right"
+    )
     assert show.what_drafted(run, same) == f"Drafted: {told}. 2.00 times as fast as plain decoding."
+
+
+def test_a_round_of_forced_tokens_names_the_grammar():
+    forced = RowRound(SEQUENCE, 2, 2, [5, 6, 7], [5, 6], match_length=2, source=GRAMMAR)
+    assert line_of(7, Plan(LOOKUP, (2,)), forced) == "round    7  grammar  drafted  2  accepted  2"
+    assert line_of(7, Plan(LOOKUP, (2, 2)), forced, ONE_OF_TWO).startswith("round    7   2 rows  lookup  drafted  4")
 
 
 ONE_OF_TWO = RowRound(SEQUENCE, 2, 1, [5, 6], [5, 7])

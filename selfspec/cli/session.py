@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from selfspec.cli.failure import RUN, Failure
 from selfspec.cli.options import ModelOptions, as_sentences
 from selfspec.cli.status import StatusConsole
+from selfspec.control.plan import GRAMMAR
 from selfspec.core import LOOKUP, RoundOutput, Sequence, SpeculativeConfig, StageSeconds
 from selfspec.decoding.outputs import SpecStats
 
@@ -147,7 +148,7 @@ class Run:
     finished: list[Sequence] = field(default_factory=list)
     seconds_by_stage: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(STAGES, 0)))
     num_rounds: Counter[int | None] = field(default_factory=Counter)  # by exit layer, `LOOKUP`, or None: plain
-    num_drafted: Counter[int] = field(default_factory=Counter)  # tokens, by exit layer or `LOOKUP`
+    num_drafted: Counter[str] = field(default_factory=Counter)  # tokens, by "exit", "lookup" or "grammar"
     num_accepted: Counter[int] = field(default_factory=Counter)  # of them
 
     def add(self, round_: RoundOutput) -> None:
@@ -157,9 +158,10 @@ class Run:
             self.seconds_by_stage[stage] += getattr(round_.seconds, stage)
         if round_.plan is not None:
             self.num_rounds[round_.exit_layer] += 1
-            if round_.exit_layer is not None:
-                self.num_drafted[round_.exit_layer] += sum(len(row.drafted) for row in round_.rows)
-                self.num_accepted[round_.exit_layer] += sum(row.num_accepted for row in round_.rows)
+            for row in round_.rows if round_.exit_layer is not None else ():
+                name = "exit" if round_.exit_layer != LOOKUP else "grammar" if row.source == GRAMMAR else "lookup"
+                self.num_drafted[name] += len(row.drafted)
+                self.num_accepted[name] += row.num_accepted
 
     @property
     def seconds(self) -> float:

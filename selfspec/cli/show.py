@@ -10,6 +10,7 @@ from rich.text import Text
 
 from selfspec.core import LOOKUP, RoundOutput
 from selfspec.decoding.outputs import SpecStats
+from selfspec.drafting.grammar import drafter_of
 
 if TYPE_CHECKING:
     from selfspec.cli.compare import Comparison
@@ -42,10 +43,11 @@ def closing_line(run: Run, comparison: Comparison | None = None) -> Text:
 def what_drafted(run: Run, comparison: Comparison) -> str:
     """What drafted how many tokens, and what it gained, in a sentence."""
     gained = f"{comparison.plain / comparison.drafted:.2f} times as fast as plain decoding"
-    by_text = run.num_drafted[LOOKUP], run.num_accepted[LOOKUP]
-    by_layers = run.num_drafted.total() - by_text[0], run.num_accepted.total() - by_text[1]
-    drafters = (("lookup in the text so far", by_text), ("early layers", by_layers))
-    told = [f"{drafted} tokens by {name}, {right} of them right" for name, (drafted, right) in drafters if drafted]
+    names = {"grammar": "the grammar", "lookup": "lookup in the text so far", "exit": "early layers"}
+    drafted, right = run.num_drafted, run.num_accepted
+    told = [
+        f"{drafted[one]} tokens by {name}, {right[one]} of them right" for one, name in names.items() if drafted[one]
+    ]
     return f"Drafted: {'; '.join(told) or 'nothing'}. {gained}."
 
 
@@ -58,7 +60,9 @@ def plan_line(number: int, round_: RoundOutput) -> str:
     if plan is None or round_.exit_layer is None:
         return "  ".join([*parts, "plain"])
     is_lookup = round_.exit_layer == LOOKUP
-    parts.append("lookup" if is_lookup else f"exit {round_.exit_layer:>2}  up to {max(plan.draft_lengths):>2}")
+    parts.append(
+        drafter_of(round_) if is_lookup else f"exit {round_.exit_layer:>2}  up to {max(plan.draft_lengths):>2}"
+    )
     num_branch_tokens = sum(row.num_branch_tokens for row in rows)
     branches = f" +{num_branch_tokens} on branches" if num_branch_tokens else ""
     parts.append(f"drafted {sum(len(row.drafted) for row in rows):>2}{branches}")

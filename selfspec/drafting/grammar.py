@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections import abc
 
 from selfspec.control.plan import GRAMMAR
-from selfspec.core import Draft, Sequence
+from selfspec.core import LOOKUP, Draft, RoundOutput, Sequence
 
 
 def most_forced(row: Sequence, most: int) -> int:
     """The maximum number of forced tokens that a row drafts, of which a plan allows `most` per row."""
     return most if row.grammar is not None and row.request.params.speculative else 0
+
+
+def drafter_of(round_: RoundOutput) -> str:
+    """What drafted: "exit", "lookup", "grammar" where all drafted tokens are forced, or "plain": nothing did."""
+    if round_.exit_layer != LOOKUP:
+        return "plain" if round_.exit_layer is None else "exit"
+    return "grammar" if all(row.source == GRAMMAR for row in round_.rows if row.drafted) else "lookup"
 
 
 def with_forced(

@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from selfspec.core import LOOKUP, RoundOutput
+from selfspec.core import RoundOutput
+from selfspec.drafting.grammar import drafter_of
 from selfspec.serving.calls import Call, Choice
 from selfspec.serving.refusal import Refusal
 
@@ -69,7 +70,9 @@ class Metrics:
         by_position = "Accepted draft tokens by position in the draft."
         self._positions = counter("vllm:spec_decode_num_accepted_tokens_per_pos", by_position, "position")
         self._rounds = counter(
-            "selfspec_rounds", "Rounds by drafter: exit, lookup, or plain without a draft.", "drafter"
+            "selfspec_rounds",
+            "Rounds by drafter: exit, lookup, grammar (forced tokens), or plain without a draft.",
+            "drafter",
         )
         self._exits = counter("selfspec_exit_rounds", "Rounds that a layer drafted, by that layer.", "exit_layer")
         self._lengths = histogram("selfspec_draft_length", "Drafted tokens of a draft.", buckets=LENGTHS)
@@ -107,7 +110,7 @@ class Metrics:
             sums[self._stages("decode")] += seconds.total - seconds.prefill - seconds.control
             sums[self._stages("control")] += seconds.control
             layer = round_.exit_layer
-            sums[self._rounds("plain" if layer is None else "lookup" if layer == LOOKUP else "exit")] += 1
+            sums[self._rounds(drafter_of(round_))] += 1
             if layer:
                 sums[self._exits(layer)] += 1
             sums[self._wasted] += round_.num_wasted
