@@ -149,7 +149,7 @@ class Run:
     seconds_by_stage: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(STAGES, 0)))
     num_rounds: Counter[int | None] = field(default_factory=Counter)  # by exit layer, `LOOKUP`, or None: plain
     num_drafted: Counter[str] = field(default_factory=Counter)  # tokens, by "exit", "lookup" or "grammar"
-    num_accepted: Counter[int] = field(default_factory=Counter)  # of them
+    num_accepted: Counter[str] = field(default_factory=Counter)  # of them
 
     def add(self, round_: RoundOutput) -> None:
         """Count a round."""
