@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from selfspec.llm import LLM
 
 LENGTHS = (1, 2, 3)  # drafted tokens
-TURNS, NUM_TOKENS = 4, 8  # the first turn counts only where it is the only one; tokens of each kind and turn
+TURNS, NUM_TOKENS = 4, 8  # the first turn does not count; tokens of each kind and turn
 LONGEST_PROMPT = 16  # tokens: rounds are measured, not reading
 Rounds = Mapping[tuple[int, int], float]  # by exit and drafted tokens: over a plain round
 
@@ -25,10 +25,10 @@ def measure_rounds(llm: LLM, heads: ExitHeads, prompt: Sequence[int], has_time: 
     Args:
         heads: as the split model holds them.
         prompt: token ids.
-        has_time: whether there is time for another turn; the first is made in any case.
+        has_time: whether there is time for another turn; two are made in any case.
     """
     split, found = llm.target.split, defaultdict[tuple[int, int], list[float]](list)
-    kinds = [(0, 0), *((layer, length) for layer in heads.layers for length in LENGTHS)]
+    kinds = [kind for layer in heads.layers for kind in ((0, 0), *((layer, length) for length in LENGTHS))]
     ways = {}
     for layer, length in kinds:
         own: dict[str, Any] = {"exit_layer": layer, "num_speculative_tokens": length} if layer else {"policy": "plain"}
@@ -36,7 +36,7 @@ def measure_rounds(llm: LLM, heads: ExitHeads, prompt: Sequence[int], has_time: 
     kept, split.exit_heads = split.exit_heads, heads
     try:
         for turn in range(TURNS):
-            if turn and not has_time():
+            if turn > 1 and not has_time():
                 break
             if turn == 1:
                 found.clear()
