@@ -27,7 +27,7 @@ HALF_LIFE = 64.0  # of coverage, in output tokens
 PRIOR_COVERAGE, PRIOR_WEIGHT = 0.8, 4.0  # coverage without output tokens, and the number of tokens it counts as
 
 DIVISOR, LEAST_SIZE = 8, 4096  # of the default draft vocabulary
-FOCUS_COVERAGE, LEAST_FOCUS = 0.99, 512  # of the texts that heads were trained for
+FOCUS_COVERAGE, LEAST_FOCUS = 0.99, 2048  # of the texts that heads were trained for; other texts have more tokens
 DEAR_HEAD = 2  # layers: a head that weighs more drafts over a part of the vocabulary by default
 
 

@@ -126,15 +126,15 @@ def test_ranks_begin_with_low_ids_and_follow_what_is_seen():
 
 
 def test_the_size_for_some_texts_covers_almost_all_of_their_tokens():
-    assert covering_size({1: 1}) == covering_size(dict.fromkeys(range(400), 5)) == 512
-    assert covering_size(dict.fromkeys(range(1000), 7)) == 1024  # 990, in groups of 64
-    assert covering_size(dict.fromkeys(range(700), 1000) | dict.fromkeys(range(700, 5000), 1)) == 704
+    assert covering_size({1: 1}) == covering_size(dict.fromkeys(range(400), 5)) == 2048
+    assert covering_size(dict.fromkeys(range(3000), 7)) == 3008  # 2,970, in groups of 64
+    assert covering_size(dict.fromkeys(range(2100), 1000) | dict.fromkeys(range(2100, 5000), 1)) == 2112
     seen = Frequencies(1000)
     assert seen.focus is None
     seen.add_counts({2000: 5})
     assert seen.focus is None, "none of its tokens is in the vocabulary"
     seen.add_counts({20: 5})
-    assert seen.focus == 512
+    assert seen.focus == 2048
 
 
 def test_ranks_are_learned_anew_while_a_part_misses_tokens():
