@@ -1,25 +1,62 @@
 // Attention of packed ragged rows that reads keys and values directly from the paged cache, without padding, gathering
 // or masks.
 //
-// The queries of one row that share a key head are processed together. Sums run over a query's keys in order, so the
-// bits of its result do not depend on the queries that are processed with it.
+// The queries of one row that share a key head are processed together. Keys are split at multiples of SPLIT positions,
+// which threads may share (flash-decoding, arXiv 2311.01282). Sums run over the keys of a split in order, and over the
+// splits in order. So the bits of a query's result depend neither on the queries that are processed with it nor on the
+// threads.
 #pragma once
 
 #include "scores.h"
 
-// The first keys of the next task, which are contiguous. They are prefetched while the current task mixes values.
+// What is prefetched while values are mixed: contiguous keys that are read next, and values of the next split.
 template <typename Number>
 struct Next {
-    const Number* keys;  // null: no next task
+    const Number* keys;  // or null
     int64_t count;
+    int64_t value = 0;  // distance in numbers, or 0
 };
 
 constexpr int64_t ASKED = 16384;  // maximum bytes of prefetched keys: the first-level cache also holds values
 
-// The keys [low, limit) whose values are mixed.
-struct KeyRange {
+constexpr int64_t SPLIT = 256;  // keys and values of a head in two bytes: 64 KB, which the second-level cache holds
+
+struct KeyRange {  // the keys [low, limit)
     int64_t low, limit;
 };
+
+static inline int64_t splits_of(const KeyRange& keys) {
+    return (keys.limit + SPLIT - 1) / SPLIT - keys.low / SPLIT;
+}
+
+static inline KeyRange split_of(const KeyRange& keys, int64_t split) {
+    int64_t first = keys.low / SPLIT + split;
+    return {std::max(keys.low, first * SPLIT), std::min(keys.limit, (first + 1) * SPLIT)};
+}
+
+// The attention of LANES queries to some of their keys.
+struct Partial {
+    float *most, *total, *mixed;  // [LANES] as in `Weights`; [LANES][head_dim]: sums of weights times values
+};
+
+static inline int64_t partial_floats(int64_t head_dim) { return (head_dim + 2) * LANES; }
+static inline Partial partial_at(float* memory) { return {memory, memory + LANES, memory + 2 * LANES}; }
+
+// Add the attention of `count` queries to later keys.
+static void add_partial(const Partial& later, int count, int64_t head_dim, const Partial& to) {
+    Vec before = load(to.most), after = load(later.most), most = larger(before, after);
+    Vec first = exponential(before - most), second = exponential(after - most);
+    store(to.most, most);
+    store(to.total, fma(load(to.total), first, load(later.total) * second));
+    for (int lane = 0; lane < count; lane++) {
+        float *own = to.mixed + lane * head_dim, *other = later.mixed + lane * head_dim;
+        Vec a = splat(first[lane]), b = splat(second[lane]);
+        int64_t i = 0;
+        for (; i + LANES <= head_dim; i += LANES) store(own + i, fma(load(own + i), a, load(other + i) * b));
+        int rest = int(head_dim - i);
+        if (rest) store_some(own + i, fma(load_some(own + i, rest), a, load_some(other + i, rest) * b), rest);
+    }
+}
 
 // Weights times values, for Q queries from `lane` on and D vectors of the head from `from` on.
 template <typename Number, int Q, int D>
@@ -38,7 +75,10 @@ static void mix(const Weights& weights, const Kept<Number>& values, const Shape&
         for (; at < stop; at++, value = after(value, s, 1)) {
             const float* weight = weights.at + (at - low) * weights.per_key + lane * weights.per_query;
             for (int d = 0; d < D; d++)
-                if (begins_line<Number>(from + d * LANES)) ask(value.numbers + from + d * LANES, away);
+                if (begins_line<Number>(from + d * LANES)) {
+                    if (away) ask(value.numbers + from + d * LANES, away);
+                    if (next.value) ask_later(value.numbers + from + d * LANES, next.value);
+                }
             if constexpr (Q < D) {  // the smaller number of operands is kept in registers
                 Vec w[Q];
                 for (int q = 0; q < Q; q++) w[q] = splat(weight[q * weights.per_query]);
@@ -58,7 +98,7 @@ static void mix(const Weights& weights, const Kept<Number>& values, const Shape&
     }
     for (int q = 0; q < Q; q++)
         for (int d = 0; d < D; d++)
-            store(out + q * s.head_dim + from + d * LANES, acc[q][d] / weights.total[lane + q]);
+            store(out + q * s.head_dim + from + d * LANES, acc[q][d]);
 }
 
 template <typename Number>
@@ -88,7 +128,7 @@ static void mix_part(const Weights& weights, const Kept<Number>& values, const S
             acc = fma(splat(*weight), read_some(value, from, N), acc);
         }
     }
-    store_some(out + from, acc / weights.total[lane], N);
+    store_some(out + from, acc, N);
 }
 
 // The last numbers of a head whose size is no multiple of a vector.
@@ -127,36 +167,65 @@ static inline int64_t lowest(int64_t position, int64_t window) {
     return low - low % LANES;
 }
 
-// Queries [block * LANES, ...) of a row that share a key head. Query m is token m / share, head m % share. The first
-// `asked` of their keys are prefetched already.
+// Queries [block * LANES, ...) of a row that share a key head. Query m is token m / share, head m % share.
+struct Queries {
+    Span span;
+    int64_t kv_head, block;
+    int count;      // at most LANES
+    KeyRange keys;  // that they read
+
+    Queries(const Shape& s, const Span& span, int64_t kv_head, int64_t block, int64_t window)
+        : span(span), kv_head(kv_head), block(block) {
+        int64_t share = s.heads / s.kv_heads, begin = block * LANES;
+        count = int(std::min(span.count * share - begin, int64_t(LANES)));
+        keys = {lowest(span.position + begin / share, window), span.position + (begin + count - 1) / share + 1};
+    }
+};
+
+// Attention of queries to one split of their keys. The first `asked` of these are prefetched already; all of them, and
+// their values, unless the thread `begins` with this split.
 template <typename Number>
-static void attend(const Shape& s, const Span& row, int64_t kv_head, int64_t block, const float* q, int64_t q_stride,
-                   const Kept<Number>& keys, const Kept<Number>& values, int64_t asked, int window, float scale,
-                   const Next<Number>& next, float* out, float* scratch) {
-    int64_t share = s.heads / s.kv_heads, d = s.head_dim, begin = block * LANES;
-    int64_t left = row.count * share - begin;
-    int count = left < LANES ? int(left) : LANES;
-    float *mixed = scratch + (-(reinterpret_cast<uintptr_t>(scratch) / 4) & (CACHE_LINE / 4 - 1)), *queries = mixed + d * LANES, *total = queries + d * LANES, *memory = total + LANES;
+static void attend(const Shape& s, const Queries& of, const KeyRange& range, const float* q, int64_t q_stride,
+                   const Kept<Number>& keys, const Kept<Number>& values, int64_t asked, bool begins, int window,
+                   float scale, Next<Number> next, const Partial& out, float* scratch) {
+    int64_t share = s.heads / s.kv_heads, d = s.head_dim;
+    float *queries = aligned(scratch), *memory = queries + d * LANES;
+    bool few = of.count <= FEW;
     Ints position = {};
     for (int lane = 0; lane < LANES; lane++) {
-        int64_t m = begin + (lane < count ? lane : 0), token = m / share, head = kv_head * share + m % share;
-        position[lane] = int32_t(row.position + token);
-        std::memcpy(queries + lane * d, q + (row.first + token) * q_stride + head * d, sizeof(float) * d);
+        int64_t m = of.block * LANES + (lane < of.count ? lane : 0), token = m / share;
+        position[lane] = int32_t(of.span.position + token);
+        if (few && lane >= of.count) continue;
+        const float* from = q + (of.span.first + token) * q_stride + (of.kv_head * share + m % share) * d;
+        std::memcpy(queries + lane * d, from, sizeof(float) * d);
     }
-    int64_t limit = position[count - 1] + 1, low = lowest(position[0], window);
-    bool few = count <= FEW;
-    int64_t per_query = few ? (limit - low + LANES - 1) / LANES * LANES : 1;
-    Weights weights{memory + weigh_floats(d), few ? 1 : LANES, per_query, total};
-    (few ? weigh_few<Number> : weigh_many<Number>)(s, row, kv_head, queries, keys, values, count, position, low, limit, asked, window,
-                                   scale, memory, weights);
-    mix_all(weights, values, s, row, kv_head, {low, limit}, 0, count, next, mixed);
-    for (int lane = 0; lane < count; lane++) {
-        int64_t m = begin + lane, token = m / share, head = kv_head * share + m % share;
-        std::memcpy(out + ((row.first + token) * s.heads + head) * d, mixed + lane * d, sizeof(float) * d);
+    int64_t per_query = few ? SPLIT : 1, stride = s.kv_heads * d;
+    Ahead ahead{values.numbers - keys.numbers, SOON_KEYS * stride};
+    if (std::is_same_v<Number, int16_t>) {  // four bytes a number leave no room in the second-level cache
+        bool has_more = range.limit < of.keys.limit;
+        if (has_more) next.value = SPLIT * stride;
+        if (!begins) ahead = {0, has_more ? SPLIT * stride : 0};
+    }
+    Weights weights{memory + weigh_floats(d), few ? 1 : LANES, per_query, out.most, out.total};
+    (few ? weigh_few<Number> : weigh_many<Number>)(s, of.span, of.kv_head, queries, keys, ahead, of.count, position,
+                                                   range.low, range.limit, asked, window, scale, memory, weights);
+    mix_all(weights, values, s, of.span, of.kv_head, range, 0, of.count, next, out.mixed);
+}
+
+// Write the results of queries to out [tokens, heads, head_dim].
+static void finish(const Shape& s, const Queries& of, const Partial& all, float* out) {
+    int64_t share = s.heads / s.kv_heads, d = s.head_dim;
+    for (int lane = 0; lane < of.count; lane++) {
+        int64_t m = of.block * LANES + lane, i = 0;
+        float* to = out + ((of.span.first + m / share) * s.heads + of.kv_head * share + m % share) * d;
+        const float* mixed = all.mixed + lane * d;
+        float total = all.total[lane];
+        for (; i + LANES <= d; i += LANES) store(to + i, load(mixed + i) / total);
+        for (; i < d; i++) to[i] = mixed[i] / total;
     }
 }
 
-// Floats of scratch memory for rows of at most `longest` tokens.
-static inline int64_t attention_scratch(const Shape& s, int64_t longest) {
-    return (2 * s.head_dim + 1 + longest + LANES) * LANES + weigh_floats(s.head_dim) + CACHE_LINE / 4;
+// Floats of scratch memory of `attend`.
+static inline int64_t attend_floats(const Shape& s) {
+    return s.head_dim * LANES + weigh_floats(s.head_dim) + SPLIT * LANES + LINE;
 }

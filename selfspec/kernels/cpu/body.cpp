@@ -6,11 +6,10 @@
 // and synchronise between steps.
 
 #include "amx.h"
-#include "attention.h"
 #include "blocks.h"
 #include "norm.h"
 #include "packing.h"
-#include "team.h"
+#include "splits.h"
 
 static void rotate(float* x, const float* cos, const float* sin, int64_t size) {
     int64_t half = size / 2, i = 0;
@@ -45,10 +44,6 @@ static void place(const Model& m, const Layer& layer, const Call& call, const Sp
     keep(key, d, slot(keys_of<Number>(layer), s, row, position, kv_head));
     keep(value, d, slot(values_of<Number>(layer), s, row, position, kv_head));
 }
-
-constexpr int64_t LINE = CACHE_LINE / 4;  // floats
-
-static float* aligned(float* at) { return at + (-(reinterpret_cast<uintptr_t>(at) / 4) & (LINE - 1)); }
 
 // Size of the buffer for n rows in the form that any product reads, with alignment, in floats.
 static int64_t prepared_floats(int64_t n, int64_t in) {
@@ -129,69 +124,22 @@ static void share_product(const Product& p, After after, const float* x, int64_t
     memory.team.wait();
 }
 
-static Span span_of(const Call& call, int64_t row) {
-    int64_t first = call.firsts[row];
-    return {call.pages + row * call.row_pages, call.positions[first], first, call.firsts[row + 1] - first};
-}
-
-struct Task {  // a unit of attention: a block of a row's queries
-    int64_t row, head, block, asked;
-};
-
-// Call `of` for this thread's tasks.
-template <typename Of>
-static void for_own_tasks(const Shape& s, const Call& call, Of of) {
-    int64_t share = s.heads / s.kv_heads, count = 0;
-    int64_t thread = thread_number(), threads = thread_count();
-    for (int64_t row = 0; row < call.num_rows; row++) {
-        int64_t tokens = call.firsts[row + 1] - call.firsts[row], blocks = (tokens * share + LANES - 1) / LANES;
-        for (int64_t block = 0; block < blocks; block++)
-            for (int64_t head = 0; head < s.kv_heads; head++, count++)
-                if (count % threads == thread) of(Task{row, head, block, 0});
-    }
-}
-
-// Write the keys and values of this thread's tasks. If other threads read them, wait for all threads.
+// Write the keys and values of this thread's units. If other threads read them, wait for all threads.
 template <typename Number>
-static void place_all(const Model& m, const Layer& layer, const Call& call, Team& team, float* qkv) {
+static void place_all(const Model& m, const Layer& layer, const Call& call, Team& team, bool are_shared, float* qkv) {
     const Shape& s = m.shape;
     bool are_own = s.kv_heads % thread_count() == 0;  // each head belongs to one thread
     if (!are_own) {
         int64_t most = 0;
         for (int64_t row = 0; row < call.num_rows; row++)
             most = std::max(most, call.firsts[row + 1] - call.firsts[row]);
-        are_own = most * s.heads / s.kv_heads <= LANES;  // each head of a row is a single task
+        are_own = most * s.heads / s.kv_heads <= LANES;  // each head of a row is a single unit
     }
-    for_own_tasks(s, call, [&](const Task& task) {
-        Span row = span_of(call, task.row);
-        for (int64_t t = 0; !task.block && t < row.count; t++) place<Number>(m, layer, call, row, task.head, t, qkv);
+    for_own_units(s, call, layer.window, [&](int64_t, const Queries& one) {
+        for (int64_t t = 0; !one.block && t < one.span.count; t++)
+            place<Number>(m, layer, call, one.span, one.kv_head, t, qkv);
     });
-    if (!are_own) team.wait();
-}
-
-template <typename Number>
-static void attend_all(const Model& m, const Layer& layer, const Call& call, Team& team, const float* qkv, float* out,
-                       float* scratch) {
-    const Shape& s = m.shape;
-    const Kept<Number> keys = keys_of<Number>(layer), values = values_of<Number>(layer);
-    int64_t share = s.heads / s.kv_heads, stride = (s.heads + 2 * s.kv_heads) * s.head_dim;
-    int window = int(layer.window);
-    Task task{0, -1, 0, 0};
-    auto run = [&](const Next<Number>& next) {
-        attend(s, span_of(call, task.row), task.head, task.block, qkv, stride, keys, values, task.asked, window,
-               m.scale, next, out, scratch);
-    };
-    for_own_tasks(s, call, [&](const Task& following) {
-        Span span = span_of(call, following.row);
-        int64_t position = span.position + following.block * LANES / share, low = lowest(position, layer.window);
-        int64_t known = task.head < 0 ? 0 : together_until(s, low, position + 1) - low;
-        known = std::min(known, ASKED / int64_t(sizeof(Number)) / s.head_dim);
-        if (task.head >= 0) run({slot(keys, s, span, low, following.head).numbers, known});
-        task = following;
-        task.asked = known;
-    });
-    if (task.head >= 0) run({});
-    team.wait();
+    if (!are_own || are_shared) team.wait();
 }
 
 static int64_t widest(const Model& m) {  // the largest input of a product
@@ -253,10 +201,14 @@ void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, c
     gather_inputs(m, from, embedding, n, x);
     After gated = m.activation == GELU_TANH ? GEGLU : SWIGLU;
     Team team;
+    int64_t longest = 0;
+    for (int64_t row = 0; row < call.num_rows; row++)
+        longest = std::max(longest, span_of(call, row).position + span_of(call, row).count);
+    const Scratch memories{scratch, scratch_floats, splits_in(longest)};
     Team::run(num_threads, [&] {
         float *own = scratch + thread_number() * scratch_floats;
         const Memory memory{shared, own, team};
-        bool alone = is_little(n, m.hidden);
+        bool alone = is_little(n, m.hidden), shared_splits = longest > SPLIT && are_few_units(s, call);
         float* normed = alone ? own + own_floats(widest(m)) : h;
         auto norm_one = [&](const float* weight, float eps, int64_t t) {
             norm(x + t * m.hidden, weight, eps, m.hidden, normed + t * m.hidden);
@@ -285,11 +237,11 @@ void selfspec_run(const Model* model, const Layer* layers, int64_t num_layers, c
             norm_all(layer.norm, m.eps);
             share_product(layer.qkv, STORE, normed, n, memory, qkv, prefetcher, &layer.o);
             if (layer.key_scales) {
-                place_all<int16_t>(m, layer, call, team, qkv);
-                attend_all<int16_t>(m, layer, call, team, qkv, mixed, own);
+                place_all<int16_t>(m, layer, call, team, shared_splits, qkv);
+                attend_all<int16_t>(m, layer, call, team, shared_splits, qkv, mixed, memories);
             } else {
-                place_all<float>(m, layer, call, team, qkv);
-                attend_all<float>(m, layer, call, team, qkv, mixed, own);
+                place_all<float>(m, layer, call, team, shared_splits, qkv);
+                attend_all<float>(m, layer, call, team, shared_splits, qkv, mixed, memories);
             }
             add_product(layer.o, mixed, layer.post_norm, m.eps, &layer.gate_up, gated);
             norm_all(layer.mlp_norm, m.mlp_eps);

@@ -20,6 +20,10 @@ constexpr int64_t LINES = IN_ORDER ? 2 : STREAMS, PORTION = LINES * CACHE_LINE; 
 constexpr int64_t PREFETCH_BLOCK = STREAMS * 4096, DISTANCE = 2 * PREFETCH_BLOCK;
 constexpr int64_t DISTANCE_ABREAST = 3 * DISTANCE;  // for two panels at a time, in order: beyond the second panel
 
+constexpr int64_t LINE = CACHE_LINE / 4;  // floats
+
+static inline float* aligned(float* at) { return at + (-(reinterpret_cast<uintptr_t>(at) / 4) & (LINE - 1)); }
+
 struct Stretch {  // memory that one thread reads
     const char *first, *last;
 };

@@ -21,6 +21,11 @@ static inline void ask(const Number* from, int64_t away) {
     __builtin_prefetch(from + away);
 }
 
+template <typename Number>
+static inline void ask_later(const Number* from, int64_t away) {
+    __builtin_prefetch(from + away, 0, 2);
+}
+
 // Whether number `at` of a head begins a cache line, if heads begin with one.
 template <typename Number>
 static inline bool begins_line(int64_t at) {
@@ -31,8 +36,11 @@ static inline bool begins_line(int64_t at) {
 struct Weights {
     float* at;
     int64_t per_key, per_query;
-    float* total;  // [LANES]: sums of weights
+    float *most, *total;  // [LANES]: largest scores, at least LEAST, and sums of weights
 };
+
+// Below any score: the largest score of a query that attends to none of the keys. Its weights are zero.
+constexpr float LEAST = -1e30f;
 
 // Scores are summed by quads: number j of a head belongs to sum j / QUAD % QUAD_SUMS. The sums are added pairwise.
 constexpr int QUAD_SUMS = LANES / QUAD, TOGETHER = 4;  // TOGETHER: keys at once, to hide the latency of additions
@@ -49,19 +57,29 @@ static inline int64_t vectors_of(int64_t head_dim) { return (head_dim + LANES - 
 static inline int64_t copied_at(int64_t d) { return vectors_of(d) * QUAD * LANES * FEW; }
 static inline int64_t weigh_floats(int64_t d) { return copied_at(d) + LANES * d; }
 
-// Copy `count` contiguous keys of a head to float32 numbers [count][head_dim], and prefetch what is read after them:
-// their values, `away` numbers from them, and later keys.
+// What is prefetched while a key is read: its value and a key soon after it into the first-level cache, or, where both
+// are in a cache already, the key of the next split into the second-level cache.
+struct Ahead {
+    int64_t value, key;  // distances in numbers; value: 0 for the next split; key: 0 if there is none
+};
+
+// Copy `count` contiguous keys of a head to float32 numbers [count][head_dim].
 template <typename Number>
-static inline void copy(Kept<Number> key, int64_t away, const Shape& s, int64_t count, float* to) {
-    int64_t d = s.head_dim, stride = s.kv_heads * d, rest = d % LANES;
+static inline void copy(Kept<Number> key, const Ahead& ahead, const Shape& s, int64_t count, float* to) {
+    int64_t d = s.head_dim, rest = d % LANES;
     for (int64_t i = 0; i < count; i++, key = after(key, s, 1), to += d) {
         int64_t from = 0;
         for (; from + BLOCK <= d; from += BLOCK) {
 #pragma GCC unroll 8
             for (int64_t more = 0; more < BLOCK; more += LANES) {
                 if (begins_line<Number>(more)) {
-                    ask(key.numbers + from + more, away);
-                    ask(key.numbers + from + more, SOON_KEYS * stride);
+                    const Number* at = key.numbers + from + more;
+                    if (ahead.value) {
+                        ask(at, ahead.value);
+                        ask(at, ahead.key);
+                    } else if (ahead.key) {
+                        ask_later(at, ahead.key);
+                    }
                 }
                 store(to + from + more, read(key, from, more));
             }
@@ -114,17 +132,17 @@ static inline void products(const float* turned, const float* key, int64_t strid
 // Weights of many queries, [keys][LANES]: the lanes are queries.
 template <typename Number>
 static void weigh_many(const Shape& s, const Span& row, int64_t kv_head, const float* queries,
-                       const Kept<Number>& keys, const Kept<Number>& values, int, const Ints& position, int64_t low,
+                       const Kept<Number>& keys, const Ahead& ahead, int, const Ints& position, int64_t low,
                        int64_t limit, int64_t, int window, float scale, float* turned, const Weights& weights) {
     constexpr bool in_place = std::is_same_v<Number, float>;
     int64_t d = s.head_dim, stride = in_place ? s.kv_heads * d : d;
-    int64_t away = in_place ? values.numbers - keys.numbers : 0;
+    int64_t away = in_place ? ahead.value : 0;
     float* copied = turned + copied_at(d);
     for (int64_t i = 0; i < d; i++)
         for (int lane = 0; lane < LANES; lane++) turned[i * LANES + lane] = queries[lane * d + i];
     auto one = d % LANES ? products<1, false> : products<1, true>;
     auto some = d % LANES ? products<TOGETHER, false> : products<TOGETHER, true>;
-    Vec most = splat(-INFINITY), never = most;
+    Vec most = splat(LEAST), never = splat(-INFINITY);
     for (int64_t at = low; at < limit;) {
         int64_t stop = together_until(s, at, limit);
         const float* key = copied;
@@ -132,7 +150,7 @@ static void weigh_many(const Shape& s, const Span& row, int64_t kv_head, const f
             key = slot(keys, s, row, at, kv_head).numbers;
         } else {
             stop = std::min(stop, at + LANES);
-            copy(slot(keys, s, row, at, kv_head), values.numbers - keys.numbers, s, stop - at, copied);
+            copy(slot(keys, s, row, at, kv_head), ahead, s, stop - at, copied);
         }
         while (at < stop) {
             int count = stop - at < TOGETHER ? 1 : TOGETHER;
@@ -157,6 +175,7 @@ static void weigh_many(const Shape& s, const Span& row, int64_t kv_head, const f
         parts[at % LANES] += weight;
     }
     for (int i = 1; i < LANES; i++) parts[0] += parts[i];
+    store(weights.most, most);
     store(weights.total, parts[0]);
 }
 
@@ -222,13 +241,13 @@ static void products_of_few(const Keys& keys, const float* queries, int64_t d, V
 
 // Copy the keys [at, stop) contiguously and pad them with zeros: products read LANES contiguous keys.
 template <typename Number>
-static Keys gather(const Kept<Number>& keys, const Kept<Number>& values, const Shape& s, const Span& row,
-                   int64_t kv_head, int64_t at, int64_t stop, float* copied) {
+static Keys gather(const Kept<Number>& keys, const Ahead& ahead, const Shape& s, const Span& row, int64_t kv_head,
+                   int64_t at, int64_t stop, float* copied) {
     int64_t d = s.head_dim;
     float* to = copied;
     while (at < stop) {
         int64_t until = together_until(s, at, stop);
-        copy(slot(keys, s, row, at, kv_head), values.numbers - keys.numbers, s, until - at, to);
+        copy(slot(keys, s, row, at, kv_head), ahead, s, until - at, to);
         to += (until - at) * d, at = until;
     }
     std::fill(to, copied + LANES * d, 0.f);  // uninitialised numbers may be denormal, which is slow
@@ -246,8 +265,8 @@ static Products products_for(int count, int64_t d, std::integer_sequence<int, N.
 // the same. The first `asked` keys are prefetched already. most: per query and lane, the largest score so far.
 template <typename Number>
 static void score_few(const Shape& s, const Span& row, int64_t kv_head, const float* queries,
-                      const Kept<Number>& keys, const Kept<Number>& values, int count, const Ints& position,
-                      int64_t low, int64_t limit, int64_t asked, int window, float scale, float* memory,
+                      const Kept<Number>& keys, const Ahead& ahead, int count, const Ints& position, int64_t low,
+                      int64_t limit, int64_t asked, int window, float scale, float* memory,
                       const Weights& weights, Vec* most) {
     int64_t d = s.head_dim, stride = s.kv_heads * d, until = low;
     float* copied = memory + copied_at(d);
@@ -265,10 +284,9 @@ static void score_few(const Shape& s, const Span& row, int64_t kv_head, const fl
         }
         int64_t stop = at + LANES < limit ? at + LANES : limit;
         Vec sums[FEW];
-        int64_t away = reinterpret_cast<const float*>(values.numbers) - reinterpret_cast<const float*>(keys.numbers);
-        int64_t later = at + SOON_KEYS < low + asked ? 0 : SOON_KEYS * stride;
-        products(at + LANES <= until ? Keys{run, stride, away, later}
-                                     : gather(keys, values, s, row, kv_head, at, stop, copied),
+        int64_t later = at + SOON_KEYS < low + asked ? 0 : ahead.key;
+        products(at + LANES <= until ? Keys{run, stride, ahead.value, later}
+                                     : gather(keys, ahead, s, row, kv_head, at, stop, copied),
                  memory, d, sums);
         Ints where = lane + int32_t(at);
         for (int q = 0; q < count; q++) {
@@ -291,18 +309,19 @@ static void soften(const Weights& weights, int q, int64_t count, const Vec& most
         store(weight + at, part);
         parts += part;
     }
+    weights.most[q] = largest;
     weights.total[q] = sum(parts);
 }
 
 // Weights of a few queries, which are the tokens of one row.
 template <typename Number>
 static void weigh_few(const Shape& s, const Span& row, int64_t kv_head, const float* queries,
-                      const Kept<Number>& keys, const Kept<Number>& values, int count, const Ints& position,
-                      int64_t low, int64_t limit, int64_t asked, int window, float scale, float* memory,
+                      const Kept<Number>& keys, const Ahead& ahead, int count, const Ints& position, int64_t low,
+                      int64_t limit, int64_t asked, int window, float scale, float* memory,
                       const Weights& weights) {
     Vec most[FEW];
-    for (int q = 0; q < count; q++) most[q] = splat(-INFINITY);
-    score_few(s, row, kv_head, queries, keys, values, count, position, low, limit, asked, window, scale, memory,
+    for (int q = 0; q < count; q++) most[q] = splat(LEAST);
+    score_few(s, row, kv_head, queries, keys, ahead, count, position, low, limit, asked, window, scale, memory,
               weights, most);
     for (int q = 0; q < count; q++) soften(weights, q, limit - low, most[q]);
 }
