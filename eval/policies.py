@@ -28,7 +28,9 @@ BOUNDS = (STATIC, STOPPED, BY_EXIT, CLAIRVOYANT)
 
 def with_head(costs: Costs, layers: float) -> Costs:
     """Costs with an output head that takes as long as `layers` layers of a plain round, at any number of tokens."""
-    of_layers = costs.plain_round(1) - costs.head(1)
+    of_layers = max(0.0, costs.plain_round(1) - costs.head(1))
+    if not costs.head(1):
+        raise ValueError("costs without a head cannot have another one; give costs that were measured")
     head = costs.head.scaled(layers * of_layers / costs.num_layers / costs.head(1))
 
     def other(tables: ByRows, num_tokens: Callable[[int], int], old: Table = costs.head, new: Table = head) -> ByRows:

@@ -94,7 +94,7 @@ def costs_of(split: SplitModel, batch_size: int = 1) -> Costs:
 
 def covers(costs: Costs, batch_size: int) -> bool:
     """Whether the costs include this batch size, or the largest that is measured."""
-    most = MOST_ROWS if costs.recorded is None else min(MOST_ROWS, costs.recorded.rows)
+    most = MOST_ROWS if costs.recorded is None else min(MOST_ROWS, 1 << (costs.recorded.rows.bit_length() - 1))
     return max(costs.rounds) >= min(batch_size, most)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from selfspec.control.acceptance import Agreement, TokenClock, Tracker
 from selfspec.control.costs import Costs
 from selfspec.control.drafters import MOST, MOST_FOUND, Drafters, recorded_exits, recorded_lengths
-from selfspec.control.ledger import SHARE, Ledger
+from selfspec.control.ledger import SHARE, Ledger, window
 from selfspec.control.ngrams import NgramStats, table
 from selfspec.control.plan import (
     OWN_TEXT,
@@ -32,7 +32,7 @@ from selfspec.control.plan import (
     confidence_bins,
 )
 from selfspec.control.planner import Candidates, Decision, Evidence, decide
-from selfspec.control.times import MOST_OFF, PLAIN_EVERY, AllTimes, Times
+from selfspec.control.times import MOST_OFF, PLAIN_WINDOWS, AllTimes, Times
 from selfspec.core import DRAFTERS, LOOKUP, Plan, RoundOutput, RowRound, Sequence, ShadowPicks
 
 if TYPE_CHECKING:
@@ -166,18 +166,20 @@ class Adaptive(Policy):
         identities = [row.identity for row in rows]
         is_other = identities != self._rows or has_processors != self._has_processors
         times = self._times_of(self._context_lengths)
-        if identities != self._in_ledger:
+        is_new = identities != self._in_ledger
+        if is_new:
             self.ledger, self._in_ledger = self.ledger.of_rows(self._in_ledger, identities), identities
         self._has_decided = False
         if times.measured_plain is None:
             self._rounds_left = 0
             return Plan(None, (0,) * count, num_rounds=PLAIN_ROUNDS[0], speedup=1.0)
-        if times.since_plain >= times.plain_interval:
-            self._rounds_left, times.plain_interval = 0, min(2 * times.plain_interval, PLAIN_EVERY[1])
+        plain_in = times.plain_at + PLAIN_WINDOWS * window(times.plain_seconds) - self._all_times.seconds
+        if plain_in <= 0:
+            self._rounds_left = 0
             return Plan(None, (0,) * count, num_rounds=PLAIN_ROUNDS[1], speedup=1.0)
-        if is_other and self._num_reading:  # other rows join after this round
+        if is_new and self._num_reading:  # other rows join after this round
             return Plan(None, (0,) * count, speedup=1.0)
-        if not self.ledger.covers_layers and self.ledger.layers_price > self.ledger.least_stake:
+        if self._pause <= 0 and self.ledger.layers_price > max(self.ledger.balance, self.ledger.least_stake):
             self._rounds_left = 0  # shorter drafts may be covered
         if self._rounds_left <= 0 or is_other:
             self._has_processors = has_processors
@@ -185,7 +187,7 @@ class Adaptive(Policy):
         shadow = self._probe(count)
         num_rounds, ledger = max(1, self._rounds_left), self.ledger
         if self.decision.exit_layer is not None:  # all rounds draft
-            num_rounds = max(1, min(num_rounds, times.plain_interval - times.since_plain))
+            num_rounds = max(1, min(num_rounds, math.ceil(plain_in / times.plain_seconds)))
         if shadow is not None and self.costs.recorded is not None:
             return Plan(None, (0,) * count, shadow=shadow, speedup=1.0)
         if shadow is None and self._probed:
@@ -257,12 +259,9 @@ class Adaptive(Policy):
         self._set_lookups(rows, times, plain + max(self.ledger.balance, self.ledger.most / 4))
         self._rows = self._in_ledger  # last, so that an interrupted decision is made again
         self._set_layers_price(plain)
-        faster = self._could_pay
-        if self.costs.recorded is not None and faster:
-            faster = tuple(self._layers)
-        self._probed = tuple([layer for layer in faster if layer != self.decision.exit_layer])
+        self._probed = tuple([layer for layer in self._could_pay if layer != self.decision.exit_layer])
         if self.costs.recorded is not None and self._probed:  # one recording serves all probes, which do not draft
-            self._probed = faster
+            self._probed = tuple(self._layers)
         if before != self.decision.exit_layer:
             self._probe_interval = PROBE_EVERY[0]
         self._interval = FIRST if is_other else min(2 * self._interval, MOST_ROUNDS)
@@ -330,12 +329,12 @@ class Adaptive(Policy):
         self.tracker.pass_time(emitted)
         self._rounds_left, self._pause = self._rounds_left - 1, self._pause - 1
         self._probe_in -= 1
-        times.since_plain += 1
+        self._all_times.seconds += took if took > 0 else 0.0  # also of a clock that is wrong
         # What a round drafted, also beyond the end of a sequence: it took the time of all of it.
         num_drafted = sum([max(outcome.num_drafted, len(outcome.drafted)) for outcome in outcomes])
         prices, plain = self.ledger.lookup_prices, self.ledger.plain_seconds
         if exit_layer is None:
-            times.since_plain = 0
+            times.plain_at = self._all_times.seconds
             if not is_first or times.measured_plain is None:
                 times.add_plain(took)
         elif exit_layer == LOOKUP:

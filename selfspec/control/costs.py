@@ -26,8 +26,9 @@ class Table:
         rises = all(a < b for a, b in zip(self.points, self.points[1:], strict=False))
         if not self.points or len(self.points) != len(self.seconds) or not rises:
             raise ValueError(f"a table needs ascending points, one value each, got {self.points} and {self.seconds}")
-        if not all(0 <= s < float("inf") for s in self.seconds):
-            raise ValueError(f"a table's seconds must be finite and not negative, got {self.seconds}")
+        falls = any(a > b for a, b in zip(self.seconds, self.seconds[1:], strict=False))
+        if falls or not all(0 <= s < float("inf") for s in self.seconds):
+            raise ValueError(f"a table's seconds must be finite, not negative and ascending, got {self.seconds}")
 
     @classmethod
     def of(cls, measured: Mapping[int, float]) -> Table:
@@ -247,6 +248,8 @@ class Costs:
                 fields["copies"] = Copies(_read_by_rows(copies["steps"]), Table.read(copies["head"]))
             if given.get("recorded") is not None:
                 fields["recorded"] = RoundLimits(*[int(limit) for limit in given["recorded"]])
+                if min(fields["recorded"]) < 1:
+                    raise ValueError(f"limits of recorded rounds must be at least 1, got {given['recorded']}")
             return cls(int(given["num_layers"]), **fields)
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as problem:
             raise ValueError(f"not a table of costs: {problem}") from problem

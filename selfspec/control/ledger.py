@@ -13,9 +13,15 @@ SHARE = 0.0085
 LEAST_STAKE = 0.15
 """A round that layers draft may be chosen if it can lose no more than this share of the largest balance."""
 OVERRUN = 1.25
-"""A round that drafts is charged with at most so many times its expected time; others delay plain rounds, too."""
+"""A single round that drafts is charged with at most so many times its expected time: what delays it delays plain
+rounds, too. The rounds after it are charged with all that they take, until one keeps to its expected time."""
 SECONDS, ROUNDS = 1.0, 64
 """A window: so many seconds, or so many plain rounds where these take longer."""
+
+
+def window(plain_seconds: float) -> float:
+    """Seconds of a window, over which the loss is bounded, where plain rounds take `plain_seconds`."""
+    return max(SECONDS, ROUNDS * plain_seconds)
 
 
 class Ledger(NamedTuple):
@@ -37,13 +43,14 @@ class Ledger(NamedTuple):
     plain_seconds: float  # of a plain round of the rows
     lookup_prices: tuple[float, ...] = (0.0,)  # by drafted tokens of all rows; the last: of more
     layers_price: float = 0.0  # of a round that layers draft
+    has_overrun: bool = False  # whether the last round that drafted took more than `OVERRUN`
     has_waiting: bool = False  # whether requests wait for a place
     leads: tuple[int, ...] = ()  # tokens by which each row is ahead of the slowest one; others than the rows': zeros
 
     @property
     def most(self) -> float:
         """The largest balance."""
-        return SHARE * max(SECONDS, ROUNDS * self.plain_seconds)
+        return SHARE * window(self.plain_seconds)
 
     @property
     def least_stake(self) -> float:
@@ -66,19 +73,23 @@ class Ledger(NamedTuple):
     def after(self, round_: RoundOutput) -> Ledger:
         """The ledger after a round."""
         took, rows, gained, leads = round_.seconds.decoding, round_.rows, 0.0, self.leads
+        has_overrun = self.has_overrun
         took = took if took > 0 else 0.0  # also of a clock that runs backwards
         if round_.exit_layer is not None and rows:
             drafted = sum([row.num_drafted for row in rows])
             found = self.lookup_prices[min(drafted, len(self.lookup_prices) - 1)]
             price = self.layers_price if round_.exit_layer else found
-            took = min(took, OVERRUN * (self.plain_seconds + price))
+            most = OVERRUN * (self.plain_seconds + price)
+            has_overrun, took = took > most, took if self.has_overrun else min(took, most)
             counts = [len(row.token_ids) for row in rows]  # 0: the row has ended
             before = leads if len(leads) == len(rows) else (0,) * len(rows)
             slowest = min([lead + count for lead, count in zip(before, counts, strict=True) if count], default=0)
             leads = tuple([max(0, lead + count - slowest) for lead, count in zip(before, counts, strict=True)])
-            kept = sum(counts) / len(rows) if self.has_waiting else slowest
+            kept = float(slowest)
+            if self.has_waiting:
+                kept, leads = sum(counts) / len(rows), ()
             gained = kept * self.plain_seconds - took
-        return self.entered(SHARE * took + gained)._replace(leads=leads)
+        return self.entered(SHARE * took + gained)._replace(leads=leads, has_overrun=has_overrun)
 
     def of_rows(self, before: Sequence[Hashable], rows: Sequence[Hashable]) -> Ledger:
         """The ledger where other rows decode; identities of rows. Rows that are new are as slow as the slowest."""

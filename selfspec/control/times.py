@@ -19,7 +19,11 @@ from selfspec.core import LOOKUP
 
 # Plain rounds whose times are kept. The first rounds after a prompt, and those that other processes delay, take longer.
 PLAIN_READINGS = 16
-PLAIN_EVERY = 32, 512  # rounds between plain ones, while drafts run: at first; the number doubles up to the most
+PLAIN_WINDOWS = 2.0  # windows of the ledger after which plain rounds are measured again
+FASTER, SLOWER = (
+    (2, 0.9),
+    (4, 1.1),
+)  # so many readings in turn below, or above, this share of the time replace all others
 HALF_LIFE = 1024.0  # of readings of other rounds, in emitted tokens per row
 CALIBRATED = 1.0  # readings that a calibrated time counts as
 LOOKUP_EDGES = (1, 2, 3, 4, 5, 6, 8, 12, 18, 32, 64, 96, 128, 192)  # least drafted tokens of all rows, by bin
@@ -39,14 +43,13 @@ class Times:
         clock: emitted tokens per row.
 
     Attributes:
-        since_plain: rounds since the last plain one.
-        plain_interval: after so many rounds plain ones are measured again.
+        plain_at: the seconds of decoding, of all batch sizes, until the last plain round.
     """
 
     def __init__(self, costs: Costs, num_rows: int, clock: TokenClock) -> None:
         self.num_rows, self._costs, self._clock = num_rows, costs, clock
         self._plain: deque[float] = deque(maxlen=PLAIN_READINGS)
-        self.since_plain, self.plain_interval = 0, PLAIN_EVERY[0]
+        self.plain_at = 0.0
         self._lookups = Decayed((2, len(LOOKUP_EDGES)), HALF_LIFE, clock)
         self._drafts: dict[tuple[int | None, int | None], Decayed] = {}  # by drafter
         self._grids: dict[tuple[float, bool], Floats] = {}
@@ -73,9 +76,16 @@ class Times:
         return self.measured_plain or self._calibrated_plain
 
     def add_plain(self, seconds: float) -> None:
-        """Count a plain round."""
-        if seconds > 0:
-            self._plain.append(seconds)
+        """Count a plain round. A machine that has become faster or slower is noticed after a few of them."""
+        if not seconds > 0:
+            return
+        usual = self.measured_plain
+        self._plain.append(seconds)
+        for (count, share), sign in ((FASTER, 1), (SLOWER, -1)):
+            last = [*self._plain][-count:]
+            if usual is not None and len(last) == count and all(sign * (one - share * usual) < 0 for one in last):
+                self._plain = deque(last, PLAIN_READINGS)
+                return
 
     def add_lookup(self, num_drafted: int, seconds: float) -> None:
         """Count a round by lookup; `num_drafted`: tokens of all rows."""
@@ -183,6 +193,8 @@ class AllTimes:
 
     def __init__(self, costs: Costs, clock: TokenClock) -> None:
         self._costs, self._clock = costs, clock
+        self.seconds = 0.0
+        """Seconds of decoding so far."""
         self._known: dict[tuple[int, int], Times] = {}
 
     def of(self, num_rows: int, context: float) -> Times:

@@ -139,7 +139,7 @@ class Program(Structure):
         *_all("rounds", c_int64),
         *_all("seconds balance share most_balance overrun plain_seconds layers_price", c_double),
         *_all("prices leads", c_void_p),
-        *_all("num_prices has_waiting", c_int64),
+        *_all("num_prices has_waiting has_overrun", c_int64),
         *_all("capacities ends stops indices others sources", c_void_p),
         *_all("num_others", c_int64),
         *_all("lengths gains needs", c_void_p),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.ledger import ROUNDS, SECONDS, SHARE, Ledger
 from selfspec.core import LOOKUP, Plan, RoundOutput, StageSeconds
-from tests.control.rounds import Match, Tally, even_costs, on_slower_machine, play, row_round, sequence
+from tests.control.rounds import Match, Tally, even_costs, on_slower_machine, play, row_round, sequence, times_of
 from tests.helpers import Always
 
 
@@ -61,6 +61,62 @@ def test_a_machine_that_becomes_faster_goes_on_drafting():
     policy.ledger = policy.ledger._replace(balance=-policy.ledger.most)
     rounds = play(policy, costs, 6000)[4000:]
     assert sum(one.exit_layer is not None for one in rounds) > 1500
+
+
+def test_what_several_rounds_take_too_long_is_charged_after_the_first():
+    ledger = Ledger(0.004, plain_seconds=0.002, layers_price=0.001)
+    first = entered(ledger, 2, 0.009, 1)
+    assert first.has_overrun and first.balance == pytest.approx(0.004 + SHARE * 0.00375 + 0.002 - 0.00375)
+    second = entered(first, 2, 0.005, 1)
+    assert second.has_overrun and second.balance == pytest.approx(first.balance + SHARE * 0.005 + 0.002 - 0.005)
+    assert entered(second, None, 0.009, 1).has_overrun and not entered(second, 2, 0.003, 1).has_overrun
+
+
+def test_leads_are_not_credited_twice_where_requests_waited():
+    ledger = Ledger(0.0, plain_seconds=0.001, lookup_prices=(0.0, 0.01), has_waiting=True)
+    waited = entered(ledger, LOOKUP, 0.001, 1, 4)
+    assert waited.leads == () and waited.balance == pytest.approx(SHARE * 0.001 + 0.0025 - 0.001)
+    later = entered(waited._replace(has_waiting=False), LOOKUP, 0.001, 4, 1)
+    assert later.leads == (3, 0) and later.balance == pytest.approx(waited.balance + SHARE * 0.001)
+
+
+@pytest.mark.parametrize("dear", [3.0, 5.0])
+def test_rounds_that_take_far_more_than_calibrated_do_not_go_on(dear):
+    costs, lost = even_costs(), 0.0
+    policy = Adaptive(costs, drafters=["exit"])
+    observe = policy.observe
+
+    def observed(plan, rounds):
+        nonlocal lost
+        lost += sum(one.seconds.decoding - one.rows[0].num_emitted * costs.plain_round(1) for one in rounds)
+        observe(plan, rounds)
+
+    policy.observe = observed
+    rounds = play(policy, costs, 1500, lambda plan, n: round(0.8 * n), lambda plan: dear)
+    assert lost < 0.05 * len(rounds) * costs.plain_round(1)
+
+
+def test_a_machine_that_became_faster_is_noticed_after_a_few_plain_rounds():
+    costs = even_costs()
+    times = times_of(costs, 1)
+    for seconds in [0.002] * 20:
+        times.add_plain(seconds)
+    times.add_plain(0.001)
+    assert times.plain_seconds == 0.002
+    times.add_plain(0.001)
+    assert times.plain_seconds == 0.001
+    for seconds in [0.002] * 3:
+        times.add_plain(seconds)
+    assert times.plain_seconds == 0.001, "a delay of a few rounds is none of the machine"
+    times.add_plain(0.002)
+    assert times.plain_seconds == 0.002
+
+
+def test_drafting_begins_though_other_requests_read_their_prompts():
+    costs = even_costs()
+    policy = Adaptive(costs, drafters=["exit"])
+    policy.set_waiting(0, 1)
+    assert sum(one.exit_layer is not None for one in play(policy, costs, 400)) > 200
 
 
 def test_drafts_by_lookup_are_cut_to_what_the_balance_covers():

@@ -270,7 +270,7 @@ class Buffers:
         program.balance, program.share, program.most_balance = ledger.balance, SHARE, ledger.most
         program.overrun = OVERRUN
         self._leads[:] = ledger.leads if len(ledger.leads) == len(self._leads) else [0] * len(self._leads)
-        program.has_waiting = ledger.has_waiting
+        program.has_waiting, program.has_overrun = ledger.has_waiting, ledger.has_overrun
         program.leads = ctypes.addressof(self._leads)
         program.plain_seconds, program.layers_price = ledger.plain_seconds, ledger.layers_price
         program.prices, program.num_prices = ctypes.addressof(self._prices[1]), len(ledger.lookup_prices)

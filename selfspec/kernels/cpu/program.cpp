@@ -19,7 +19,7 @@ struct Program {
     double balance, share, most_balance, overrun, plain_seconds, layers_price;
     const double* prices;
     int64_t* leads;               // [num_rows]: tokens by which each row is ahead of the slowest one; updated
-    int64_t num_prices, has_waiting;
+    int64_t num_prices, has_waiting, has_overrun;
     int64_t* capacities;          // [num_rows]: tokens that each row may still draft; updated
     const int64_t *ends, *stops;  // tokens that end a row, row after row; [num_rows + 1] their offsets
     void* const* indices;         // [num_rows] indices of the rows, see `lookup.cpp`; null: no lookup
@@ -145,14 +145,19 @@ class Run {
         int64_t rows = d.num_rows;
         double gained = 0;
         if (std::any_of(v.counts, v.counts + rows, [](int64_t drafted) { return drafted != 0; })) {
-            int64_t emitted = std::accumulate(v.num_emitted, v.num_emitted + rows, int64_t(0));
-            for (int64_t r = 0; r < rows; r++) p.leads[r] += v.num_emitted[r];
-            int64_t slowest = *std::min_element(p.leads, p.leads + rows);
-            for (int64_t r = 0; r < rows; r++) p.leads[r] -= slowest;
+            double kept = double(std::accumulate(v.num_emitted, v.num_emitted + rows, int64_t(0))) / double(rows);
+            if (!p.has_waiting) {
+                for (int64_t r = 0; r < rows; r++) p.leads[r] += v.num_emitted[r];
+                int64_t slowest = *std::min_element(p.leads, p.leads + rows);
+                for (int64_t r = 0; r < rows; r++) p.leads[r] -= slowest;
+                kept = double(slowest);
+            }
             int64_t drafted = std::accumulate(v.counts, v.counts + rows, int64_t(0));
             double price = v.exit_layer ? p.layers_price : p.prices[std::min(drafted, p.num_prices - 1)];
-            seconds = std::min(seconds, p.overrun * (p.plain_seconds + price));
-            double kept = p.has_waiting ? double(emitted) / double(rows) : double(slowest);
+            double most = p.overrun * (p.plain_seconds + price);
+            bool is_over = seconds > most;
+            if (is_over && !p.has_overrun) seconds = most;
+            p.has_overrun = is_over;
             gained = p.plain_seconds * kept - seconds;
         }
         p.balance = std::max(-p.most_balance, std::min(p.balance + p.share * seconds + gained, p.most_balance));
