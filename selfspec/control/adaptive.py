@@ -97,7 +97,7 @@ class Adaptive(Policy):
         self._probed: tuple[int, ...] = ()  # those that are worth a probe
         self._rows: list[tuple[int, int]] = []  # identities of the rows of the last decision, see `Sequence.identity`
         self._in_ledger: list[tuple[int, int]] = []  # identities of the rows of `Ledger.leads`
-        self._num_reading = 0  # rows that read their prompts
+        self._num_joining = 0  # see `Policy.set_waiting`
         self._has_processors = False  # whether any of these rows has processors
         self._context_lengths: abc.Sequence[int] = (0,)  # tokens per row
         self._pause = 0  # rounds until a decision after a probe is within its share of the time
@@ -122,8 +122,8 @@ class Adaptive(Policy):
             self._has_copies = has_copies and self._may_copy
             self._reset_drafters()
 
-    def set_waiting(self, num_waiting: int, num_reading: int = 0) -> None:
-        self._num_reading = num_reading
+    def set_waiting(self, num_waiting: int, num_joining: int = 0) -> None:
+        self._num_joining = num_joining
         self.ledger = self.ledger._replace(has_waiting=num_waiting > 0)
 
     def _reset_drafters(self) -> None:
@@ -177,7 +177,7 @@ class Adaptive(Policy):
         if plain_in <= 0:
             self._rounds_left = 0
             return Plan(None, (0,) * count, num_rounds=PLAIN_ROUNDS[1], speedup=1.0)
-        if is_new and self._num_reading:  # other rows join after this round
+        if is_new and self._num_joining:  # the next program is of one round
             return Plan(None, (0,) * count, speedup=1.0)
         if self._pause <= 0 and self.ledger.layers_price > max(self.ledger.balance, self.ledger.least_stake):
             self._rounds_left = 0  # shorter drafts may be covered

@@ -199,8 +199,13 @@ class Policy:
     def set_copies(self, has_copies: bool) -> None:
         """Allow drafts by 4-bit copies of the layers, or not."""
 
-    def set_waiting(self, num_waiting: int, num_reading: int = 0) -> None:
-        """Tell how many requests wait for a place in the batch, and how many read their prompts, before `plan`."""
+    def set_waiting(self, num_waiting: int, num_joining: int = 0) -> None:
+        """Tell how many requests wait for a place in the batch, before `plan`.
+
+        Args:
+            num_joining: requests that read their prompts, or whose first token is waited for. While there are any, a
+                program has one round.
+        """
 
 
 class Plain(Policy):

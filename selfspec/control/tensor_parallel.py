@@ -42,8 +42,8 @@ class RankZeroPolicy(Policy):
         if self._leads:
             self.inner.seed(row, shadow)
 
-    def set_waiting(self, num_waiting: int, num_reading: int = 0) -> None:
-        self.inner.set_waiting(num_waiting, num_reading)
+    def set_waiting(self, num_waiting: int, num_joining: int = 0) -> None:
+        self.inner.set_waiting(num_waiting, num_joining)
 
     def _from_rank_zero(self, decide: Callable[[], Any]) -> Any:
         """The result of `decide` on rank 0. An exception there is raised on every rank, which would otherwise block."""

@@ -236,7 +236,7 @@ class LLMEngine:
         seconds.lap("prefill")
         ready = [sequence for sequence in self.running if sequence.is_prefilled and sequence.num_remaining > 0]
         if ready:
-            self._policy.policy.set_waiting(self.num_waiting, len(self.running) - len(ready))
+            self._policy.policy.set_waiting(self.num_waiting, self._num_joining(ready))
             plan, deadline = self._limited(self._policy.plan(ready), ready)
             rounds = self._run(ready, plan, deadline, seconds)
             self._policy.observe(plan, rounds)
@@ -246,6 +246,11 @@ class LLMEngine:
             self._end_round(RoundOutput(None, [], seconds))
         self._learn()
         return self._reported(on_round)
+
+    def _num_joining(self, ready: list[Sequence]) -> int:
+        """Rows that read their prompts, or whose first token is waited for: the next program is of one round."""
+        new = sum([row.num_tokens == row.num_prompt_tokens for row in ready]) if self._is_streamed else 0
+        return len(self.running) - len(ready) + new
 
     def _run(self, rows: list[Sequence], plan: Plan, deadline: float, seconds: StageSeconds) -> list[RoundOutput]:
         """Run a plan, and give the sequences their tokens round by round; those rounds that ended before an error."""
