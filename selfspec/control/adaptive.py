@@ -24,6 +24,7 @@ from selfspec.control.drafters import MOST, MOST_FOUND, Drafters, recorded_exits
 from selfspec.control.ledger import SHARE, Ledger, window
 from selfspec.control.ngrams import NgramStats, table
 from selfspec.control.plan import (
+    NUM_LOOKUP_BINS,
     OWN_TEXT,
     SEED_POSITIONS,
     LookupTable,
@@ -181,7 +182,11 @@ class Adaptive(Policy):
             return Plan(None, (0,) * count, speedup=1.0)
         if self._pause <= 0 and self.ledger.layers_price > max(self.ledger.balance, self.ledger.least_stake):
             self._rounds_left = 0  # shorter drafts may be covered
-        if self._rounds_left <= 0 or is_other:
+        num_new = len({*identities} - {*self._rows})
+        if is_other and self._pause > 0 and 2 * num_new < count and has_processors == self._has_processors:
+            self._go_on_with(identities)
+            self._rounds_left = min(self._rounds_left, self._pause)
+        elif self._rounds_left <= 0 or is_other:
             self._has_processors = has_processors
             self._decide(rows, times, is_other)
         shadow = self._probe(count)
@@ -304,6 +309,15 @@ class Adaptive(Policy):
             if self._lookups is not None:
                 prices = tuple((seconds - seconds[0]).tolist())
         self.ledger = self.ledger._replace(lookup_prices=prices)
+
+    def _go_on_with(self, rows: list[tuple[int, int]]) -> None:
+        """Keep the decision for other rows, given by identity, until the next one. Until then new rows draft none."""
+        if self._lookups is not None:
+            place = {row: at for at, row in enumerate(self._rows)}
+            lengths = [self._lookups.lengths[place[row]] if row in place else (0,) * NUM_LOOKUP_BINS for row in rows]
+            gains = [self._lookups.gains[place[row]] if row in place else (0.0,) * NUM_LOOKUP_BINS for row in rows]
+            self._lookups = self._lookups._replace(lengths=tuple(lengths), gains=tuple(gains))
+        self._rows = rows
 
     def _times_of(self, context_lengths: abc.Sequence[int]) -> Times:
         return self._all_times.of(len(context_lengths), _mean(context_lengths))

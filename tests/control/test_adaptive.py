@@ -22,6 +22,7 @@ from tests.control.rounds import (
     LAYERS,
     Match,
     Repetition,
+    Tally,
     Text,
     decode,
     even_costs,
@@ -216,6 +217,22 @@ def test_layers_that_wait_for_a_probe_do_not_hold_up_rounds_by_lookup(drafters):
     rounds = play(Adaptive(costs, drafters=drafters), costs, 400, lookup=Repetition(100))[100:]
     assert sum(round_.exit_layer == LOOKUP for round_ in rounds) > 250
     assert sum(round_.is_first for round_ in rounds) < 100
+
+
+def test_rows_that_come_and_go_do_not_each_cost_a_decision():
+    """Rows that stay keep their draft lengths; new ones have theirs from the next decision on, which comes soon."""
+    tallies = [Tally(50, (50,) * 10, (50,) * 10)] * 99
+    rows = [sequence(i, 500, 50, Match(40, tallies)) for i in range(4)]
+    policy = Adaptive(even_costs(), drafters=["lookup"])
+    own = settled(policy, *rows[:3]).plan(rows[:3]).lookups.lengths
+    policy._pause = 5  # as if that decision had taken long
+    later = policy.plan(rows[1:])
+    assert later.lookups.lengths[:2] == own[1:] and not any(later.lookups.lengths[2])
+    for _ in range(9):
+        took = StageSeconds(verify=1e-3)
+        policy.observe(later, [RoundOutput(None, [row_round(row, 0, 0) for row in rows[1:]], took, later)])
+        later = policy.plan(rows[1:])
+    assert any(later.lookups.lengths[2])
 
 
 def test_exit_layers_may_be_given_in_any_order():
