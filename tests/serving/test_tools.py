@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 
-import openai
 import pytest
 from jsonschema import validate
 
 from tests.cli_fixtures import TEMPLATE
-from tests.serving.server import MODEL, PATIENCE, serving, speaker
+from tests.serving.server import MODEL, speaker
 from tests.serving.test_protocol import events, refused
 from tests.serving.test_routes import named_events
 from tests.serving.test_structured import ENDLESS, fails_alone
@@ -29,18 +28,6 @@ def llm():
     made = speaker()
     made.tokenizer.chat_template = "{% if tools %}<tool_call>{% endif %}" + TEMPLATE  # which says the format
     return made
-
-
-@pytest.fixture(scope="module")
-def served(llm):
-    with serving(llm, max_num_seqs=8) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def client(served):
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=PATIENCE, max_retries=0) as made:
-        yield made
 
 
 def is_valid(name, arguments):
