@@ -17,7 +17,7 @@ assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) an
 assert client.completions.create(model=model, prompt="The sky is").choices[0].text
 response = client.responses.create(model=model, input="Who are you?", instructions="Be brief.", max_output_tokens=20)
 assert response.output_text
-with client.responses.stream(model=model, input="Say hi.", max_output_tokens=2000) as events:
+with client.responses.stream(model=model, input="Say hi.", temperature=0, max_output_tokens=2000) as events:
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert events.get_final_response().output_text
 
