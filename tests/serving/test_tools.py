@@ -217,7 +217,11 @@ def test_a_message_whose_tools_fail_says_so_in_its_own_words(served):
     answer = served.http.post("/v1/messages", json=asked)
     assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
     told = named_events(served.http.post("/v1/messages", json=asked | {"stream": True}))
-    assert told[-1] == ("error", answer.json())
+    name, said = told[-1]
+    assert name == "error" and said["error"]["type"] == "invalid_request_error"
+    # llguidance finds the fault while it goes on or while it goes back: its reason differs by where drafts ended
+    start = "tools: the grammar of structured_outputs or tools cannot be followed further: "
+    assert all(each["error"]["message"].startswith(start) for each in (answer.json(), said))
 
 
 def test_a_message_that_length_cuts_keeps_the_properties_that_are_whole(served):
