@@ -108,15 +108,23 @@ class Adversary(Schedule):
     Args:
         most_rounds: of a plan.
         eager: how often a plan asks for what the eager executor alone has: alternatives and divergences.
+        simple: how often a plan asks for nothing that recorded rounds lack: stop rules, probes and the above.
     """
 
     def __init__(
-        self, seed: int, num_layers: int, most_rounds: int = 6, eager: float = 0.5, copies: bool = True, **options: Any
+        self,
+        seed: int,
+        num_layers: int,
+        most_rounds: int = 6,
+        eager: float = 0.5,
+        copies: bool = True,
+        simple: float = 0.0,
+        **options: Any,
     ) -> None:
         super().__init__(seed, num_layers, **options)
         self.dice, self.layers = random.Random(seed), range(1, num_layers)
-        self.forced_dice = random.Random(seed)
-        self.most_rounds, self.eager, self.copies = most_rounds, eager, copies
+        self.forced_dice, self.simple_dice = random.Random(seed), random.Random(seed)
+        self.most_rounds, self.eager, self.copies, self.simple = most_rounds, eager, copies, simple
         self.seeds: list[tuple[Sequence, Any]] = []  # (sequence, shadow picks) of every probe of a prompt
         self.shadows: list[tuple[RowRound, int, bool]] = []  # with shadow picks, from which position, whether exact
         self.planned: list[Sequence] = []
@@ -137,7 +145,7 @@ class Adversary(Schedule):
         layers = self.some([layer for layer in self.layers if layer != plan.exit_layer], 1)
         shadow = ShadowPlan(layers, self.some(range(len(rows)), 0), dice.randint(1, 8), dice.random() < 0.5)
         rule = Alternatives(rates, rates[::-1], dice.choice([-1, 0.05]), dice.choice([1, 3, 9]), dice.choice([0, 0.3]))
-        return replace(
+        made = replace(
             plan,
             stop=dice.choice([None, SurvivalStop(rates, dice.random())]),
             keep_confidence=dice.random() < 0.5,
@@ -150,6 +158,9 @@ class Adversary(Schedule):
             num_rounds=dice.randint(1, self.most_rounds),
             most_forced=self.forced_dice.choice([0, 3, 40]),
         )
+        if self.simple_dice.random() >= self.simple:
+            return made
+        return replace(made, min_confidence=0.0, stop=None, shadow=None, keep_divergence=False, alternatives=None)
 
     def some_lookups(self, rows: list[Sequence]) -> LookupTable:
         """A table that drafts little or much after any match, or nothing as long as that promises too little."""

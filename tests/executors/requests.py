@@ -163,10 +163,14 @@ def some_responses(kind: str) -> Responses:
     return responses
 
 
-def programs(seed: int, **options: Any) -> Adversary:
-    """Random plans of up to 40 rounds, few of which ask for what the eager executor alone has."""
-    most = random.Random(seed).choice([2, 6, 40])
-    return Adversary(seed, 4, **{"most_rounds": most, "eager": 0.15, "longest": 9, **options})
+def programs(seed: int, kind: str = "", **options: Any) -> Adversary:
+    """Random plans of up to 40 rounds, few of which ask for what the eager executor alone has.
+
+    Args:
+        kind: where it is recorded, two thirds of the plans are such that recordings serve them.
+    """
+    most, simple = random.Random(seed).choice([2, 6, 40]), 2 / 3 if kind in RECORDED else 0.0
+    return Adversary(seed, 4, **{"most_rounds": most, "eager": 0.15, "longest": 9, "simple": simple, **options})
 
 
 def rounds_by_plan(rounds: list[RoundOutput]) -> list[list[RoundOutput]]:

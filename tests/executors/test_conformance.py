@@ -111,7 +111,7 @@ def test_any_plans_of_any_batch_give_the_output_of_plain_decoding(kind: str, see
     """Every second seed drafts by lookup from a corpus and responses, too; every fourth one through exit heads."""
     texts = {"corpus": corpus, "responses": some_responses(kind)} if seed % 2 else {}
     made = new_target(kind, exit_heads=some_heads((1, 2, 3))) if seed % 4 == 2 else None
-    check(kind, seed, programs(seed), made, **texts)
+    check(kind, seed, programs(seed, kind), made, **texts)
 
 
 @pytest.mark.parametrize("kind", ["eager", "cpu", slow("cuda")])
@@ -149,7 +149,7 @@ def test_random_plans_draft_in_every_way_and_each_executor_runs_its_own(
         monkeypatch.setattr(owner, method, counted)
     rows = []
     for seed in range(2 if kind in RECORDED else 5):
-        policy = programs(seed, eager=0.3)
+        policy = programs(seed, kind, eager=0.3)
         check(kind, seed, policy, audit=False, **({"corpus": corpus} if seed == 1 else {}))
         rows += policy.rows
     assert any(row.match_length and row.num_accepted for row in rows)
