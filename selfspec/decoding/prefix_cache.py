@@ -13,6 +13,7 @@ from itertools import count
 from typing import Any, Literal, NamedTuple
 
 from selfspec.core import Sequence
+from selfspec.model.gguf_blocks import BlockWeight
 from selfspec.model.kv_cache import PagedCache
 from selfspec.model.split_model import SplitModel
 
@@ -77,7 +78,8 @@ class PrefixCache:
 
     def __init__(self, cache: PagedCache, split: SplitModel) -> None:
         self.cache, self._split = cache, split
-        self._weights = [*split.model.parameters()]  # finding them takes longer than counting their edits
+        # finding them takes longer than counting their edits; a file's blocks cannot be edited
+        self._weights = [weight for weight in split.model.parameters() if not isinstance(weight, BlockWeight)]
         self._blocks: dict[Key, Block] = {}  # full pages
         self._branches: dict[tuple[int, int, bytes], Block] = {}  # full or not; the latest of its parent and token
         self._idle: OrderedDict[Block, None] = OrderedDict()  # without users; every page before the page before it

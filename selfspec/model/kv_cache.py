@@ -148,6 +148,8 @@ class PagedCache:
     def release(self, pages: Sequence[int], written: int | None = None) -> None:
         """Zero pages and free them. They are zeroed since masked slots enter products, where a NaN would spread.
 
+        Of layers that keep two bytes per number, only the scales are zeroed: the integers are finite.
+
         Args:
             written: number of the row's tokens that may have been written; None: all of its pages.
         """
@@ -156,10 +158,11 @@ class PagedCache:
             index, end = index[: self.pages_for(written)], min(end, written)
         for run in _runs(index) if self._store._pools else []:  # slices take half as long as a list
             for pool in self._store._pools:
-                pool[:, :, run, :end] = 0
+                if pool.is_floating_point():
+                    pool[:, :, run, :end] = 0
         on_device: Tensor | None = None
         if index:
-            for storage in self._store._others:
+            for storage in filter(Tensor.is_floating_point, self._store._others):
                 if on_device is None:
                     on_device = tensor_of(index, storage.device)
                 storage[on_device, :end] = 0

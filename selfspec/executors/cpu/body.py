@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -147,7 +148,7 @@ class CompiledBody:
         norms = [self.last_norm, *(n for own in self._norms for n in own if n is not None)]
         return sum(one.num_bytes for one in products) + sum(n.nbytes for n in norms)
 
-    @property
+    @cached_property
     def is_rounded(self) -> bool:
         """Whether the layers' weights take less than a byte each, so that 4-bit copies would hardly be faster."""
         numbers = sum(linear.weight.numel() for layer in self.layers for linear in layer.linears())
