@@ -173,7 +173,7 @@ class Adaptive(Policy):
         self._has_decided = False
         if times.measured_plain is None:
             self._rounds_left = 0
-            return Plan(None, (0,) * count, num_rounds=PLAIN_ROUNDS[0], speedup=1.0)
+            return Plan(None, (0,) * count, num_rounds=PLAIN_ROUNDS[0], shadow=self._first_probe(times), speedup=1.0)
         plain_in = times.plain_at + PLAIN_WINDOWS * window(times.plain_seconds) - self._all_times.seconds
         if plain_in <= 0:
             self._rounds_left = 0
@@ -189,14 +189,14 @@ class Adaptive(Policy):
         elif self._rounds_left <= 0 or is_other:
             self._has_processors = has_processors
             self._decide(rows, times, is_other)
-        shadow = self._probe(count)
+        until_probe = self._until_probe()
+        shadow = self._probe(count) if until_probe <= 0 else None
         num_rounds, ledger = max(1, self._rounds_left), self.ledger
         if self.decision.exit_layer is not None:  # all rounds draft
             num_rounds = max(1, min(num_rounds, math.ceil(plain_in / times.plain_seconds)))
         if shadow is not None and self.costs.recorded is not None:
             return Plan(None, (0,) * count, shadow=shadow, speedup=1.0)
-        if shadow is None and self._probed:
-            num_rounds = min(num_rounds, max(1, self._probe_in))
+        num_rounds = min(num_rounds, until_probe) if shadow is None else num_rounds
         if self.decision.exit_layer is not None and not ledger.covers_layers:
             wait = (ledger.layers_price - ledger.balance) / (SHARE * times.plain_seconds)
             num_rounds = min(num_rounds, max(1, math.ceil(wait)))
@@ -220,17 +220,26 @@ class Adaptive(Policy):
             plans.append(Plan(None, none, shadow=ShadowPlan(tuple(self._layers), (0,), 1)))
         return plans
 
-    def _probe(self, num_rows: int) -> ShadowPlan | None:
-        """A probe of layers that do not draft but could be faster, if one is due and the ledger covers it."""
-        if not self._probed or self._probe_in > 0:
+    def _first_probe(self, times: Times) -> ShadowPlan | None:
+        """A probe at the end of the first plain rounds, so that the first decision has evidence."""
+        if self._probed or not self._layers or self.costs.recorded is not None:
             return None
-        tokens, layers = 1 + self.decision.length, self._probed
-        each, most = math.ceil(tokens), min(num_rows, PROBED_ROWS)
-        count = next((n for n in range(most, 0, -1) if self._probe_price(layers, n * each) <= self.ledger.balance), 0)
-        if not count:
-            short = self._probe_price(layers, each) - self.ledger.balance
-            self._probe_in = max(PROBE_EVERY[0], math.ceil(short / (SHARE * self.ledger.plain_seconds)))
-            return None
+        plain, count = times.plain_seconds, times.num_rows
+        self.ledger = self.ledger._replace(plain_seconds=plain)
+        self._probed = self._could_pay = self._candidates(times).could_pay(self._layers, count / plain)
+        return self._probe(count) if self._until_probe() <= 0 else None
+
+    def _until_probe(self) -> int:
+        """Rounds until a probe of layers that do not draft but could be faster is due, and covered if none drafts."""
+        if not self._probed:
+            return MOST_ROUNDS
+        short = self._probe_price(self._probed, math.ceil(1 + self.decision.length)) - self.ledger.balance
+        return max(self._probe_in, math.ceil(short / (SHARE * self.ledger.plain_seconds)))
+
+    def _probe(self, num_rows: int) -> ShadowPlan:
+        """A probe of as many rows as the ledger covers, of at least one."""
+        layers, each, most = self._probed, math.ceil(1 + self.decision.length), min(num_rows, PROBED_ROWS)
+        count = next((n for n in range(most, 1, -1) if self._probe_price(layers, n * each) <= self.ledger.balance), 1)
         picked = tuple(sorted((self._next_row + i) % num_rows for i in range(count)))
         self._next_row = (self._next_row + count) % num_rows
         self._probe_interval = min(2 * self._probe_interval, PROBE_EVERY[1])

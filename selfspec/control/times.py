@@ -43,12 +43,14 @@ class Times:
         clock: emitted tokens per row.
 
     Attributes:
+        measured_plain: seconds of a plain round: the lower quartile of the last ones; None before one was measured.
         plain_at: the seconds of decoding, of all batch sizes, until the last plain round.
     """
 
     def __init__(self, costs: Costs, num_rows: int, clock: TokenClock) -> None:
         self.num_rows, self._costs, self._clock = num_rows, costs, clock
         self._plain: deque[float] = deque(maxlen=PLAIN_READINGS)
+        self.measured_plain: float | None = None
         self.plain_at = 0.0
         self._lookups = Decayed((2, len(LOOKUP_EDGES)), HALF_LIFE, clock)
         self._drafts: dict[tuple[int | None, int | None], Decayed] = {}  # by drafter
@@ -66,11 +68,6 @@ class Times:
     # ----------------------------------------------------------------------------------------------------- measuring
 
     @property
-    def measured_plain(self) -> float | None:
-        """Seconds of a plain round: the lower quartile of the last ones; None before one was measured."""
-        return sorted(self._plain)[len(self._plain) // 4] if self._plain else None
-
-    @property
     def plain_seconds(self) -> float:
         """Seconds of a plain round, calibrated before one was measured."""
         return self.measured_plain or self._calibrated_plain
@@ -85,7 +82,8 @@ class Times:
             last = [*self._plain][-count:]
             if usual is not None and len(last) == count and all(sign * (one - share * usual) < 0 for one in last):
                 self._plain = deque(last, PLAIN_READINGS)
-                return
+                break
+        self.measured_plain = sorted(self._plain)[len(self._plain) // 4]
 
     def add_lookup(self, num_drafted: int, seconds: float) -> None:
         """Count a round by lookup; `num_drafted`: tokens of all rows."""

@@ -236,7 +236,7 @@ def policy_of(costs, prior=None):
 @pytest.mark.parametrize("copies_are_right", [True, False])
 def test_layers_draft_where_they_are_right_and_their_copies_are_not(copies_are_right):
     costs = with_copies(even_costs(), faster=1.5)
-    last = drafted_by(policy_of(costs), costs, copies_are_right, 1500)[-100:]
+    last = drafted_by(policy_of(costs), costs, copies_are_right, 1200)[-100:]
     assert last.count(4) > 80 if copies_are_right else last.count(None) > 80
 
 
