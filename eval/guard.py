@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, product
 from pathlib import Path
 from statistics import fmean, stdev
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -32,7 +31,8 @@ from eval.figures import drawing, table
 from eval.guard_virtual import ACCEPTANCE, GPU, RECORDING, SHAPE, Seconds, Virtual, simulate
 from eval.models import Ids, decode, open_llm, with_policy
 from eval.questions import encode, read_questions
-from eval.records import append_line, read_lines, resume, write_file
+from eval.records import append_line, read_lines, write_file
+from eval.session import Resumable
 from selfspec import LLM
 from selfspec.core import RoundOutput
 from train.configuration import check, check_known, check_least, flags_given, option
@@ -40,7 +40,6 @@ from train.configuration import check, check_known, check_least, flags_given, op
 COLD, WARM = "cold", "warm"
 FEWEST = 6  # pairs of a cell
 PROMPT = 48  # tokens of a random prompt
-NOT_RECORDED = ("output", "models", "threads", "rows", "texts", "temperatures", "starts", "seconds", "virtual_rows")
 COLUMNS = (
     "model",
     "threads",
@@ -130,17 +129,14 @@ class Found(NamedTuple):
         return "fails" if self.half_width <= half_width else "undecided"
 
 
-class Session:
-    """A run folder, and the cells that it does not hold yet.
+class Session(Resumable[GuardConfig]):
+    """Ratios of times, measured and in virtual time."""
 
-    Raises:
-        ValueError: the folder holds a run of another configuration.
-    """
+    may_change = ("output", "models", "threads", "rows", "texts", "temperatures", "starts", "seconds", "virtual_rows")
 
     def __init__(self, config: GuardConfig) -> None:
-        self.config, self.folder, self._start = config, Path(config.output), perf_counter()
-        resume(self.folder, config, NOT_RECORDED)
-        self.lines = read_lines(self.folder / "cells.jsonl", repair=True)
+        super().__init__(config, config.output)
+        self.passes = False  # whether all cells do; `finish` finds out
 
     @property
     def found(self) -> dict[Cell, Found]:
@@ -160,14 +156,13 @@ class Session:
                 assert llm is not None
                 torch.set_num_threads(cell.threads)
                 left = (perf_counter() - begun) / done * (len(missing) - done) / 60 if done else math.nan
-                seconds = perf_counter() - self._start
-                print(f"[{seconds:5.0f} s] {' '.join(map(str, cell))}, {left:.0f} minutes left", file=sys.stderr)
+                self.say(f"{' '.join(map(str, cell))}, {left:.0f} minutes left")
                 self._keep(cell, measured(llm, cell, config))
                 done += 1
         known_virtual = self.virtual
         for virtual in (Virtual(rows, acceptance) for rows in config.virtual_rows for acceptance in ACCEPTANCE):
             if virtual not in known_virtual:
-                print(f"virtual time: {virtual.rows} rows, acceptance {virtual.acceptance}", file=sys.stderr)
+                self.say(f"virtual time: {virtual.rows} rows, acceptance {virtual.acceptance}")
                 append_line(self.folder / "virtual.jsonl", virtual._asdict() | simulate(virtual)._asdict())
 
     @property
@@ -179,11 +174,10 @@ class Session:
 
     def _keep(self, cell: Cell, found: Found) -> None:
         line = {**cell._asdict(), "ratios": [round(ratio, 4) for ratio in found.ratios], "is_equal": found.is_equal}
-        append_line(self.folder / "cells.jsonl", line)
-        self.lines.append(line)
+        self.keep(line)
 
-    def finish(self) -> tuple[str, bool]:
-        """Write the table and the plot; returns the table, and whether all cells pass."""
+    def finish(self) -> str:
+        """Write the table and the plot, and return the table."""
         config, lines, means = self.config, [], []
         for cell, found in sorted(self.found.items(), key=lambda item: item[1].interval[0]):
             mean, low, high = found.interval
@@ -203,7 +197,8 @@ class Session:
         passed -= sum(not seconds.passes(cell.acceptance) for cell, seconds in virtual.items())
         write_file(self.folder / "guard.md", text)
         _plot(means, self.folder / "guard.svg")
-        return text, passed == len(lines)
+        self.passes = passed == len(lines)
+        return text
 
 
 def cells_of(config: GuardConfig) -> Iterator[Cell]:
@@ -317,14 +312,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ValueError, OSError: an option or file cannot be used.
     """
     options = parser_of("guard", GuardConfig, __doc__).parse_args(arguments)
-    given: Mapping[str, Any] = flags_given(options)
-    session = Session(config_of(GuardConfig, options.config, given))
-    is_stopped = False
-    try:
-        session.run()
-    except KeyboardInterrupt:
-        is_stopped = True
-    text, passes = session.finish()
-    print(text, end="")
-    print(f"{'stopped; run the same command to resume: ' if is_stopped else ''}{session.folder}", file=sys.stderr)
-    return 130 if is_stopped else int(not passes)
+    session = Session(config_of(GuardConfig, options.config, flags_given(options)))
+    return session.complete() or int(not session.passes)

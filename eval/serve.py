@@ -11,30 +11,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from pathlib import Path
-from time import perf_counter
 from typing import Any
-
-import yaml
 
 from eval import measurement
 from eval.config import Common, config_of, parser_of
 from eval.figures import check_plots
 from eval.questions import is_file
-from eval.records import append_line, read_lines, write_file
+from eval.records import write_file
 from eval.replay import parse_policy
 from eval.serve_client import Live
 from eval.serve_load import arrival_times, as_rows, figures_of, parse_goals
 from eval.serve_report import plot, render, summarise
 from eval.serve_simulate import Simulated
 from eval.serve_synthetic import GPUS
-from train.configuration import as_plain, check, check_known, check_least, differences, flags_given, option
-
-NOT_RECORDED = ("output", "goodput", "policies", "rates", "loads", "burstiness")  # they may change on resuming
+from eval.session import Resumable
+from train.configuration import check, check_known, check_least, flags_given, option
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,29 +106,19 @@ class ServeConfig(Common):
             parse_policy(name)
 
 
-class Session:
+class Session(Resumable[ServeConfig]):
     """A run folder, and the loads that it does not hold yet.
 
     Raises:
         ValueError: the folder holds a run of another configuration, or a file, model or server cannot be used.
     """
 
+    may_change = ("output", "goodput", "policies", "rates", "loads", "burstiness")
+    file = "loads.jsonl"
+
     def __init__(self, config: ServeConfig) -> None:
-        self.config, self.folder, self._start = config, Path(config.output), perf_counter()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._claim()
-        self.cells = read_lines(self.folder / "loads.jsonl", repair=True)
+        super().__init__(config, config.output)
         self.source: Live | Simulated = Simulated(config) if config.simulate else Live(config, self.folder)
-
-    def say(self, text: str) -> None:
-        print(f"[{perf_counter() - self._start:5.0f} s] {text}", file=sys.stderr, flush=True)
-
-    def _claim(self) -> None:
-        file = self.folder / "config.yaml"
-        old = yaml.safe_load(file.read_text("utf-8")) if file.exists() else as_plain(self.config)
-        differ = differences(old, self.config, NOT_RECORDED)
-        check(not differ, "output", f"a folder of a run with the same {', '.join(differ)}", str(self.folder))
-        write_file(file, yaml.safe_dump(as_plain(self.config), sort_keys=False))
 
     def run(self) -> None:
         """Serve all loads; those of a rate by every policy in turn."""
@@ -154,7 +138,7 @@ class Session:
     def _load(self, policy: str, rate: float | None, burstiness: float) -> dict[str, Any]:
         """A load's row, from the folder or served now; a rate of None: all requests arrive at once."""
         about = {"policy": policy, "rate": rate, "burstiness": burstiness}
-        found = next((cell for cell in self.cells if about.items() <= cell.items()), None)
+        found = next((cell for cell in self.lines if about.items() <= cell.items()), None)
         if found is not None:
             return found
         config = self.config
@@ -162,8 +146,7 @@ class Session:
         served = self.source.serve(policy, arrivals)
         figures = figures_of(served)
         cell = {**about, "figures": measurement.rounded(figures), "requests": as_rows(served)}
-        append_line(self.folder / "loads.jsonl", cell)
-        self.cells.append(cell)
+        self.keep(cell)
         at = "all at once" if rate is None else f"{rate:g} requests/s, burstiness {burstiness:g}"
         speed = f"{figures['output_throughput']:.4g} tokens/s, {figures['failed']} failed"
         self.say(f"{policy}, {at}: {speed}")
@@ -172,7 +155,7 @@ class Session:
     def finish(self) -> str:
         """Write record, tables and figure of the loads so far; returns the tables."""
         config = self.config
-        cells = [cell for cell in self.cells if cell["policy"] in config.policies]
+        cells = [cell for cell in self.lines if cell["policy"] in config.policies]
         cells.sort(key=lambda cell: config.policies.index(cell["policy"]))
         summary = summarise(cells, config.goodput)
         record = {
@@ -199,11 +182,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser_of("serve", ServeConfig, __doc__).parse_args(arguments)
     config = config_of(ServeConfig, options.config, flags_given(options))
     check_plots()
-    session, code = Session(config), 0
-    try:
-        session.run()
-    except KeyboardInterrupt:
-        code = 130
-    print(session.finish(), end="")
-    print(f"{'stopped; run the same command to resume: ' if code else ''}{config.output}", file=sys.stderr)
-    return code
+    return Session(config).complete()

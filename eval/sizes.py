@@ -21,14 +21,13 @@ from typing import Any
 
 from eval import measurement
 from eval.config import config_of, parser_of
-from eval.records import append_line, read_lines, resume, write_file
+from eval.records import write_file
+from eval.session import Resumable
 from eval.shapes import SHAPES
 from eval.sizes_gguf import FILE_TYPES, FOLDER
 from eval.sizes_table import LLAMA_CPP, OURS, TRANSFORMERS, Cell, cell_of, render
 from selfspec.kernels.machine import cache_folder
 from train.configuration import check, check_known, check_least, flags_given, option
-
-NOT_RECORDED = ("output", "files", "shapes", "types", "threads")  # they may change on resuming
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,29 +60,22 @@ class SizesConfig:
             check(name in SHAPES or Path(name).is_file(), "shapes", f"of {', '.join(SHAPES)}, or a config.json", name)
 
 
-class Session:
-    """A run folder, and the measurements that it does not hold yet.
+class Session(Resumable[SizesConfig]):
+    """Files of every shape and type, and their speeds."""
 
-    Raises:
-        ValueError: the folder holds a run of another configuration.
-    """
+    may_change = ("output", "files", "shapes", "types", "threads")
 
     def __init__(self, config: SizesConfig) -> None:
-        self.config, self.folder, self._start = config, Path(config.output), perf_counter()
-        resume(self.folder, config, NOT_RECORDED)
+        super().__init__(config, config.output)
         Path(config.files).mkdir(parents=True, exist_ok=True)
-        self.rows = read_lines(self.folder / "cells.jsonl", repair=True)
         self._done_seconds = self._done_bytes = 0.0
-
-    def say(self, text: str) -> None:
-        print(f"[{perf_counter() - self._start:5.0f} s] {text}", file=sys.stderr, flush=True)
 
     def run(self) -> None:
         """Measure what is missing, file by file."""
         paths = {
             self._file(shape, kind).name: (shape, kind) for shape in self.config.shapes for kind in self.config.types
         }
-        failed = {cell_of(row) for row in self.rows if "failed" in row}
+        failed = {cell_of(row) for row in self.lines if "failed" in row}
         left = {
             name: sorted((cell for cell in self._cells(name) if self._row(cell) is None), key=failed.__contains__)
             for name in paths
@@ -127,7 +119,7 @@ class Session:
 
     def _row(self, cell: Cell) -> Mapping[str, Any] | None:
         about = cell._asdict()
-        return next((row for row in self.rows if about.items() <= row.items() and "failed" not in row), None)
+        return next((row for row in self.lines if about.items() <= row.items() and "failed" not in row), None)
 
     def _measure(self, cell: Cell, left: Mapping[str, Sequence[Cell]]) -> None:
         """Run a cell's process and keep its result, or why there is none."""
@@ -145,8 +137,7 @@ class Session:
         except RuntimeError as problem:
             row["failed"] = str(problem)
             self.say(f"failed: {problem}")
-        append_line(self.folder / "cells.jsonl", measurement.rounded(row))
-        self.rows.append(row)
+        self.keep(measurement.rounded(row))
         self._done_seconds += perf_counter() - begun
         self._done_bytes += size
 
@@ -192,7 +183,7 @@ class Session:
 
     def finish(self) -> str:
         """Write the tables of what the folder holds; returns them."""
-        text = render(self.rows, measurement.machine())
+        text = render(self.lines, measurement.machine())
         write_file(self.folder / "sizes.md", text)
         return text
 
@@ -224,13 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ValueError, OSError: an option or file cannot be used.
     """
     options = parser_of("sizes", SizesConfig, __doc__).parse_args(arguments)
-    session, code = Session(config_of(SizesConfig, options.config, flags_given(options))), 0
     try:
-        session.run()
+        return Session(config_of(SizesConfig, options.config, flags_given(options))).complete()
     except RuntimeError as problem:
         raise ValueError(f"a file could not be written: {problem}") from problem
-    except KeyboardInterrupt:
-        code = 130
-    print(session.finish(), end="")
-    print(f"{'stopped; run the same command to resume: ' if code else ''}{session.folder}", file=sys.stderr)
-    return code

@@ -8,7 +8,6 @@ all three ways, and that time counts. A run that was stopped goes on with the sa
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -23,7 +22,8 @@ from eval.config import config_of, parser_of
 from eval.figures import table
 from eval.guard import Found
 from eval.models import open_llm
-from eval.records import append_line, read_lines, resume, write_file
+from eval.records import append_line, read_lines, write_file
+from eval.session import Resumable
 from eval.workloads import MAKERS, Workload, make
 from selfspec.calibrate import profile
 from selfspec.cli.failure import Failure
@@ -33,7 +33,6 @@ from selfspec.learning.speeds import Measured, measure_speeds
 from selfspec.learning.workload import split_prompts
 from train.configuration import check, check_known, check_least, flags_given, option
 
-NOT_RECORDED = ("output", "models", "workloads", "threads", "temperatures", "data", "seconds")
 COLUMNS = ("model", "workload", "threads", "T", "prompts", PLAIN, WITHOUT, WITH, "with over without", "differ")
 TUNED_COLUMNS = (
     "model",
@@ -88,18 +87,14 @@ class Cell(NamedTuple):
     temperature: float
 
 
-class Session:
-    """A run folder, and the cells that it does not hold yet.
+class Session(Resumable[TuneConfig]):
+    """Speeds with and without heads, and what tuning made."""
 
-    Raises:
-        ValueError: the folder holds a run of another configuration.
-    """
+    may_change = ("output", "models", "workloads", "threads", "temperatures", "data", "seconds")
 
     def __init__(self, config: TuneConfig) -> None:
-        self.config, self.folder, self._start = config, Path(config.output), perf_counter()
-        resume(self.folder, config, NOT_RECORDED)
+        super().__init__(config, config.output)
         self.tuned = read_lines(self.folder / "tuned.jsonl", repair=True)
-        self.lines = read_lines(self.folder / "cells.jsonl", repair=True)
 
     def run(self) -> None:
         """Tune and measure what is missing, one model and workload after another."""
@@ -121,7 +116,7 @@ class Session:
         torch.set_num_threads(max(config.threads))
         llm = open_llm(model)
         tasks, held = split_prompts(llm, workload.prompts, config.tokens, config.seed, workload.held_out)
-        self._say(f"{model}, {name}: {len(tasks)} prompts, {len(held)} held out, {config.minutes} minutes of tuning")
+        self.say(f"{model}, {name}: {len(tasks)} prompts, {len(held)} held out, {config.minutes} minutes of tuning")
         tuned = llm.tune(
             workload.prompts,
             heads,
@@ -130,7 +125,7 @@ class Session:
             max_tokens=config.tokens,
             keep=True,
             seed=config.seed,
-            report=self._say,
+            report=self.say,
         )
         before, after = tuned.agreement[tuned.exits[0]]
         line = {"model": model, "workload": name, "prompts": len(tasks), "held_out": len(held)}
@@ -148,7 +143,7 @@ class Session:
         prior = profile.stored_prior(heads / profile.STORED, split)
         for cell in cells:
             torch.set_num_threads(cell.threads)
-            self._say(" ".join(map(str, cell)))
+            self.say(" ".join(map(str, cell)))
             tasks = [task._replace(temperature=cell.temperature, seed=at) for at, task in enumerate(held)]
             begun = perf_counter()
             assert split.exit_heads is not None
@@ -164,11 +159,7 @@ class Session:
     def _keep(self, cell: Cell, found: Measured) -> None:
         line: dict[str, Any] = {**cell._asdict(), "num_different": found.num_different, "tokens": found.tokens}
         line["seconds"] = {name: [round(one, 5) for one in each] for name, each in found.seconds.items()}
-        append_line(self.folder / "cells.jsonl", line)
-        self.lines.append(line)
-
-    def _say(self, text: str) -> None:
-        print(f"[{perf_counter() - self._start:5.0f} s] {text}", file=sys.stderr)
+        self.keep(line)
 
     def finish(self) -> str:
         """Write the tables, and return them."""
@@ -239,15 +230,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ValueError, OSError: an option or file cannot be used.
     """
     options = parser_of("tune", TuneConfig, __doc__).parse_args(arguments)
-    given: Mapping[str, Any] = flags_given(options)
-    session = Session(config_of(TuneConfig, options.config, given))
-    is_stopped = False
-    try:
-        session.run()
-    except KeyboardInterrupt:
-        is_stopped = True
-    print(session.finish(), end="")
-    print(f"{'stopped; run the same command to resume: ' if is_stopped else ''}{session.folder}", file=sys.stderr)
-    if is_stopped:
-        return 130
-    return int(any(line["num_different"] for line in session.lines))
+    session = Session(config_of(TuneConfig, options.config, flags_given(options)))
+    return session.complete() or int(any(line["num_different"] for line in session.lines))

@@ -55,17 +55,17 @@ Report = Callable[[str], None]
 def tune(
     llm: LLM,
     prompts: Sequence[Given],
-    output: str | Path | None = None,
+    output: str | Path | None,
     *,
-    minutes: float = 10.0,
-    exits: Sequence[int] | None = None,
-    max_tokens: int = 128,
-    keep: bool = False,
-    seed: int = 0,
-    held_out: Sequence[Given] | None = None,
-    report: Report = lambda line: None,
+    minutes: float,
+    exits: Sequence[int] | None,
+    held_out: Sequence[Given] | None,
+    max_tokens: int,
+    keep: bool,
+    seed: int,
+    report: Report,
 ) -> Tuned:
-    """See `LLM.tune`."""
+    """See `LLM.tune`, which has the defaults."""
     split = llm.target.split
     if not 0 < minutes < math.inf:
         raise ValueError(f"minutes must be a number above 0, got {minutes!r}")
