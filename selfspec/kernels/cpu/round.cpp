@@ -39,6 +39,14 @@ struct PackedTokens {
     int64_t size() const { return int64_t(tokens.size()); }
 };
 
+// What grammars leave after each new token.
+struct Allowed {
+    std::vector<const uint32_t*> masks;  // null: every token
+    std::vector<int64_t> singles;        // the pick, where there is nothing to pick from; else -1
+    std::vector<int64_t> places;         // of the logits; -1: none are needed
+    int64_t num_picked = 0;              // tokens with logits
+};
+
 class Round {
     const Model& m;
     DraftArgs d;
@@ -84,63 +92,85 @@ class Round {
         }
     }
 
-    const uint32_t* mask_at(int64_t row, int64_t place) const {
-        return d.grammars ? d.grammars->after(row, v.tokens + row * v.most, place).mask : nullptr;
+    // What may follow each token. The masks of drafts are known, since grammars have followed them.
+    Allowed allowed(const PackedTokens& all) const {
+        int64_t n = all.size();
+        Allowed found{std::vector<const uint32_t*>(n), std::vector<int64_t>(n, -1), std::vector<int64_t>(n)};
+        for (int64_t r = 0; r < d.num_rows; r++) {
+            bool needs_logits = v.taps || v.logits || (v.num_likely && v.num_likely[r] >= 0);
+            if (d.histories && d.histories[r]) needs_logits = true;  // which may exclude the only token, too
+            for (int64_t at = all.firsts[r]; at < all.firsts[r + 1]; at++) {
+                if (d.grammars)
+                    found.masks[at] = d.grammars->after(r, v.tokens + r * v.most, at - all.firsts[r]).mask;
+                if (found.masks[at] && !needs_logits) found.singles[at] = single_of(found.masks[at], v.head->out);
+                found.places[at] = found.singles[at] < 0 ? found.num_picked++ : -1;
+            }
+        }
+        return found;
     }
 
     // The target's pick after `place` drafted tokens of a row, with the noise of the draft's pick at the same position.
-    int64_t pick_at(const PackedTokens& all, const float* logits, int64_t row, int64_t place, const uint32_t* mask,
+    int64_t pick_at(const PackedTokens& all, const Allowed& may, const float* logits, int64_t row, int64_t place,
                     float* memory) const {
         int64_t vocab = v.head->out, at = all.firsts[row] + place;
+        if (may.singles[at] >= 0) return may.singles[at];
         bool is_kept = d.noise && place < v.counts[row] && place < d.num_kept;
         float* kept = is_kept ? d.noise + (row * d.num_kept + place) * filled_up(vocab) : nullptr;
-        Row one{logits + at * vocab, vocab, all.positions[at] + 1, nullptr, kept};
+        Row one{logits + may.places[at] * vocab, vocab, all.positions[at] + 1, nullptr, kept};
         const History* history = d.histories ? d.histories[row] : nullptr;
         std::optional<Prefix> prefix;
         if (history) one.prefix = &prefix.emplace(Prefix{*history, v.tokens + row * v.most, place, nullptr});
-        one.mask = mask;
+        one.mask = may.masks[at];
         return pick_row(one, d.params[row], memory, false).best;
+    }
+
+    // The logits of the tokens that have any. x: the hidden states of all tokens; those of these move to the front.
+    void compute_logits(float* x, const Allowed& may, float* logits) const {
+        int64_t num_picked = may.num_picked, num_threads = threads(num_picked);
+        for (int64_t at = 0; at < int64_t(may.places.size()); at++)
+            if (may.places[at] >= 0 && may.places[at] < at)
+                std::copy_n(x + at * m.hidden, m.hidden, x + may.places[at] * m.hidden);
+        Floats memory(selfspec_linear_floats(v.head, num_picked, num_threads));
+        selfspec_linear(v.head, x, num_picked, logits, nullptr, 0, memory.get(), num_threads);
     }
 
     // Report the log-probabilities of a row's pick after so many accepted tokens.
     void report(const float* logits, int64_t row, int64_t accepted, int64_t token, float* memory) const {
         int64_t at = row * (v.most + 1) + accepted, first = at * v.most_likely, wanted = v.num_likely[row];
-        if (wanted < 0) return;
         LogProbs out{v.logprobs + at, v.ranks + at, wanted, v.likely + first, v.likely_logprobs + first};
         log_probabilities(logits, v.head->out, token, memory, out);
     }
 
     // The target's picks after all tokens, by several threads. memory: `pick_floats` per thread.
-    std::vector<int64_t> pick_all(const PackedTokens& all, const float* logits, int64_t num_threads,
-                                  float* memory) const {
+    std::vector<int64_t> pick_all(const PackedTokens& all, const Allowed& may, const float* logits,
+                                  int64_t num_threads, float* memory) const {
         int64_t n = all.size();
         std::vector<int64_t> picks(n), owners(n);
-        std::vector<const uint32_t*> masks(n);
         for (int64_t r = 0; r < d.num_rows; r++)
-            for (int64_t at = all.firsts[r]; at < all.firsts[r + 1]; at++)
-                owners[at] = r, masks[at] = mask_at(r, at - all.firsts[r]);
+            for (int64_t at = all.firsts[r]; at < all.firsts[r + 1]; at++) owners[at] = r;
         Team::for_each(n, num_threads, [&](int64_t i) {
             float* own = memory + thread_number() * pick_floats(v.head->out);
-            picks[i] = pick_at(all, logits, owners[i], i - all.firsts[owners[i]], masks[i], own);
+            picks[i] = pick_at(all, may, logits, owners[i], i - all.firsts[owners[i]], own);
         });
         return picks;
     }
 
     // The acceptance rule: the drafted tokens up to the first that is not the target's pick, and that pick.
-    void accept(const PackedTokens& all, const float* logits) const {
-        int64_t n = all.size(), vocab = v.head->out;
+    void accept(const PackedTokens& all, const Allowed& may, const float* logits) const {
+        int64_t n = may.num_picked, vocab = v.head->out;
         int64_t num_threads = n * vocab > SHARED ? std::min(threads(n), n) : 1;
         bool is_shared = num_threads > 1;  // else picks after the first rejected token are not computed
         Floats memory(num_threads * pick_floats(vocab));
         std::vector<int64_t> picks;
-        if (is_shared) picks = pick_all(all, logits, num_threads, memory.get());
+        if (is_shared) picks = pick_all(all, may, logits, num_threads, memory.get());
         for (int64_t r = 0; r < d.num_rows; r++) {
             const int64_t* drafted = v.tokens + r * v.most;
             int64_t *out = v.picks + r * (v.most + 1), place = 0;
             for (bool is_right = true; is_right; place++) {
                 int64_t at = all.firsts[r] + place;
-                out[place] = is_shared ? picks[at] : pick_at(all, logits, r, place, mask_at(r, place), memory.get());
-                if (v.num_likely) report(logits + at * vocab, r, place, out[place], memory.get());
+                out[place] = is_shared ? picks[at] : pick_at(all, may, logits, r, place, memory.get());
+                if (v.num_likely && v.num_likely[r] >= 0)
+                    report(logits + may.places[at] * vocab, r, place, out[place], memory.get());
                 is_right = place < v.counts[r] && drafted[place] == out[place];
             }
             v.num_emitted[r] = place;
@@ -168,19 +198,19 @@ class Round {
 
     void verify() const {
         PackedTokens all = packed(false);
-        int64_t n = all.size(), vocab = v.head->out;
+        Allowed may = allowed(all);
+        int64_t n = all.size(), num_picked = may.num_picked, vocab = v.head->out;
         bool is_read = v.exit_layer && !v.are_copies && !v.taps;  // with taps, all layers process all tokens
-        Floats x(n * m.hidden), own(v.logits ? 0 : n * vocab), early(is_read ? n * m.hidden : 0);
+        Floats x(n * m.hidden), own(v.logits ? 0 : num_picked * vocab), early(is_read ? n * m.hidden : 0);
         float* logits = v.logits ? v.logits : own.get();
         double before = now();
         if (is_read) read_on(early.get());
         double start = now();
         run(all, is_read ? v.exit_layer : 0, v.num_layers, early.get(), x.get(), v.taps);
         double between = now();
-        Floats memory(selfspec_linear_floats(v.head, n, threads(n)));
-        selfspec_linear(v.head, x.get(), n, logits, nullptr, 0, memory.get(), threads(n));
+        if (num_picked) compute_logits(x.get(), may, logits);
         double headed = now();
-        accept(all, logits);
+        accept(all, may, logits);
         double *taken = v.taken, end = now();
         taken[0] = start - before, taken[1] = between - start, taken[2] = headed - between, taken[3] = end - headed;
     }
