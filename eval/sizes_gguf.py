@@ -211,8 +211,9 @@ def _values(tensor: Tensor, config: PretrainedConfig, seed: int, number: int) ->
         return np.ones(tensor.shape, np.float32)
     blocks = _random_blocks(tensor.type, tensor.shape[-1], seed).reshape(-1)
     block = gguf.GGML_QUANT_SIZES[tensor.type][1]
-    start = number * 7919 * block % len(blocks)
-    return np.resize(np.roll(blocks, -start), _num_bytes(tensor))
+    start, size = number * 7919 * block % len(blocks), _num_bytes(tensor)
+    first = blocks[start : start + size]
+    return first if len(first) == size else np.concatenate([first, np.resize(blocks, size - len(first))])
 
 
 def _rope_factors(rope: dict[str, Any], size: int) -> np.ndarray:

@@ -34,7 +34,11 @@ def shape_file(folder, like, **keys):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("sizes")
+    """A folder for files; their tensors repeat fewer random blocks than full sizes do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sizes_gguf, "NUM_BLOCKS", 65537)  # a prime above the vocabulary
+        yield tmp_path_factory.mktemp("sizes")
+    sizes_gguf._random_blocks.cache_clear()
 
 
 @pytest.fixture(scope="module")
