@@ -12,13 +12,12 @@ host's (`tests/cuda/test_host_copies.py` runs layers on the meta device for that
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from selfspec.executors.cuda.capture import CannotCapture, OperationTracer
 
@@ -100,15 +99,11 @@ class Recorder(OperationTracer):
             return self.take(kernel, args, kwargs)
 
     def take(self, call: Callable[..., Any], args: Any, kwargs: Any, empties: bool = False) -> Any:
-        frozen = tree_map_only(torch.Tensor, self._freeze, (args, kwargs))
-        known = {_key(one) for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)}
-        known |= self.pool.keys() | self.outside.keys()
+        frozen = _changed((args, kwargs), torch.Tensor, self._freeze)
         out = call(*args, **kwargs)
-        made = []
-        for place, one in enumerate(tree_flatten(out)[0]):
-            if isinstance(one, torch.Tensor) and _key(one) not in known:  # several may share new memory
-                self.pool[_key(one)] = one.untyped_storage()
-                made.append((place, one))
+        leaves = [(place, one) for place, one in enumerate(_leaves(out)) if isinstance(one, torch.Tensor)]
+        made = [(place, one) for place, one in leaves if _key(one) not in self.pool and _key(one) not in self.outside]
+        self.pool |= {_key(one): one.untyped_storage() for _, one in made}
         schema = getattr(call, "_schema", None)
         if not empties and (made or schema is None or schema.is_mutable):  # a view needs no doing again
             self.steps.append(Step(call, *frozen, made))
@@ -131,6 +126,7 @@ class Tape:
 
     def __init__(self, num_bytes: int | None = None) -> None:
         self.made: list[Taped] = []
+        self.used: list[Taped] = []  # those whose pool holds numbers
         self.num_bytes = num_bytes
         self._recorder: Recorder | None = None
 
@@ -148,6 +144,7 @@ class Tape:
         if self.num_bytes is not None:
             made.num_bytes = self.num_bytes
         self.made.append(made)
+        self.used.append(made)
         return made
 
     def kernels(self, kernels: Any) -> Any:
@@ -192,18 +189,37 @@ class Taped:
 
     def replay(self) -> None:
         self.num_replays += 1
-        for made in self._tape.made:
-            for storage in made.pool:
+        for used in self._tape.used:
+            for storage in used.pool:
                 storage.fill_(255)  # NaN in every floating-point format, -1 in integers
+        self._tape.used = [self]
         for call, args, kwargs, made in self.steps:
-            args, kwargs = tree_map_only(Outside, Outside.tensor, (args, kwargs), is_leaf=_is_outside)
-            flat = tree_flatten(call(*args, **kwargs))[0]
+            args, kwargs = _changed((args, kwargs), Outside, Outside.tensor)
+            flat = list(_leaves(call(*args, **kwargs)))
             for place, held in made:
                 held.copy_(flat[place])
 
 
-def _is_outside(one: Any) -> bool:
-    return isinstance(one, Outside)
+def _changed(one: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """The same tuples, lists and dicts with other objects for those of a kind; torch's pytrees take much longer."""
+    if isinstance(one, kind):
+        return change(one)
+    if isinstance(one, dict):
+        return {key: _changed(each, kind, change) for key, each in one.items()}
+    if type(one) in (tuple, list):
+        return type(one)(_changed(each, kind, change) for each in one)
+    if hasattr(one, "_fields"):
+        return type(one)(*(_changed(each, kind, change) for each in one))
+    return one
+
+
+def _leaves(one: Any) -> Iterator[Any]:
+    """What tuples and lists hold."""
+    if isinstance(one, tuple | list):
+        for each in one:
+            yield from _leaves(each)
+    else:
+        yield one
 
 
 def _key(tensor: torch.Tensor) -> int:

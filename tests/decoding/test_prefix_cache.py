@@ -428,7 +428,7 @@ def test_an_interrupt_within_the_cache_loses_no_request_and_no_token():
     text = make_prompts([20])[0]
     asked = [request(text, 14), request(text, 20), request([*text, 5], 9), request([*text[:18], 7], 16)]
     plain = [alone("eager", one).token_ids for one in asked]
-    for num_lines in itertools.count(1, 131):
+    for num_lines in itertools.count(1, 311):
         made = run_of(max_num_seqs=2, audit=None)
         names = [made.add(one) for one in asked * 2]
         came = is_interrupted_after(num_lines, made)

@@ -269,17 +269,13 @@ def test_a_datastore_of_another_tokenizer_is_refused(tmp_path):
 
 # ------------------------------------------------------------------------------------------------- several processes
 
-DRAFTING = """
+READING = """
 import json, sys
 from selfspec.drafting.datastore import Datastore
-store = Datastore.open(sys.argv[1])
-contexts = json.loads(sys.stdin.read())
-print(json.dumps([store.continuation(store.find(context), 6) for context in contexts]))
-"""
-VERIFYING = """
-import sys
 from selfspec.drafting.datastore_file import verify
-print("begun", flush=True)
+store = Datastore.open(sys.argv[2])
+contexts = json.loads(sys.stdin.readline())
+print(json.dumps([store.continuation(store.find(context), 6) for context in contexts]), flush=True)
 seen, tries = set(), 0
 while len(seen) < 2 or tries < 200:
     seen.add(verify(sys.argv[1]).num_tokens)
@@ -288,30 +284,24 @@ print(sorted(seen))
 """
 
 
-def start(script, file):
+def start(*files):
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", script, file], stdin=pipe, stdout=pipe, env=variables, text=True)
+    return subprocess.Popen([sys.executable, "-c", READING, *files], stdin=pipe, stdout=pipe, env=variables, text=True)
 
 
-def test_another_process_reads_the_same_file(tmp_path):
+def test_another_process_drafts_the_same_and_sees_the_old_file_or_the_new_one_whole(tmp_path):
     rng = np.random.default_rng(0)
     documents = rng.integers(0, 5, (20, 500)).tolist()
-    file = tmp_path / "a.store"
-    build(file, documents, "", 5)
-    store, contexts = Datastore.open(file), rng.integers(0, 5, (50, 8)).tolist()
-    expected = [drafted(store, context, 6).token_ids for context in contexts]
-    with start(DRAFTING, file) as reader:
-        out, _ = reader.communicate(json.dumps(contexts))
-    assert json.loads(out) == expected and reader.returncode == 0
-
-
-def test_readers_see_the_old_file_or_the_new_one_whole(tmp_path):
+    build(tmp_path / "other.store", documents, "", 5)
+    other, contexts = Datastore.open(tmp_path / "other.store"), rng.integers(0, 5, (50, 8)).tolist()
+    expected = [drafted(other, context, 6).token_ids for context in contexts]
     file, old, new = tmp_path / "a.store", [[1, 2, 3]] * 3000, [[1, 4, 5]] * 5000
     build(file, old, "", 10)
     store = Datastore.open(file)
-    with start(VERIFYING, file) as reader:
-        assert reader.stdout.readline() == "begun\n"
+    with start(file, tmp_path / "other.store") as reader:
+        print(json.dumps(contexts), file=reader.stdin, flush=True)
+        assert json.loads(reader.stdout.readline()) == expected
         while reader.poll() is None:
             for documents in (new, old):
                 build(file, documents, "", 10)

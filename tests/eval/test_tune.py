@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import logging.handlers
+import shutil
+import subprocess
 
 import pytest
 
@@ -38,10 +42,15 @@ def data(tmp_path):
     return tmp_path
 
 
-def test_workloads_are_made_of_the_data(data):
+def test_workloads_are_made_of_the_data(data, monkeypatch):
+    library = data / "library"
+    library.mkdir()
+    for module in (argparse, logging.handlers, subprocess):
+        shutil.copy(module.__file__, library)
+    monkeypatch.setattr("eval.workloads.sysconfig.get_paths", lambda: {"stdlib": library})
     questions, functions, extraction = (make(name, data) for name in ("gsm8k", "functions", "extraction"))
     assert questions.prompts[0] == "What is 0 + 1?" and questions.held_out is None
-    assert functions.prompts[0] == {"prompt": "def f0(x):\n"} and len(functions.prompts) > 100
+    assert functions.prompts[0] == {"prompt": "def f0(x):\n"} and len(functions.prompts) > 50
     assert all(one["prompt"].lstrip().startswith("def ") for one in functions.prompts)
     assert functions == make("functions", data)
     asked, held_out = extraction

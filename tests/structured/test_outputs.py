@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 
 import pytest
 import torch
@@ -78,12 +79,18 @@ def test_plain_decoding_is_a_loop_over_masked_logits_of_transformers(kind):
     assert {output.finish_reason for output in done} == {"stop", "length"}
 
 
+@cache
+def with_plain(kind):
+    """Constrained and free requests, and what each alone comes to without drafts."""
+    several = [(prompt_of(i), params_of(one, SAMPLINGS[(i + 1) % 3])) for i, one in enumerate(ASKED)]
+    several += [(prompt_of(i), SamplingParams(max_tokens=30, seed=i, temperature=i % 2)) for i in range(3)]
+    return several, [outputs_of(kind, "plain", [one])[0] for one in several]
+
+
 @most_executors
 @pytest.mark.parametrize("name", POLICIES)
 def test_whatever_drafts_gives_the_tokens_of_plain_decoding_beside_free_rows(kind, name):
-    several = [(prompt_of(i), params_of(one, SAMPLINGS[(i + 1) % 3])) for i, one in enumerate(ASKED)]
-    several += [(prompt_of(i), SamplingParams(max_tokens=30, seed=i, temperature=i % 2)) for i in range(3)]
-    plain = [outputs_of(kind, "plain", [one])[0] for one in several]
+    several, plain = with_plain(kind)
     policy = POLICIES[name]()
     done = outputs_of(kind, policy, several, audit_cache if kind == "eager" else None, max_num_seqs=4)
     assert tokens_of(done) == tokens_of(plain)
