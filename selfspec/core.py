@@ -346,7 +346,7 @@ class SpeculativeConfig:
             least recently used out first; those of requests with `speculative=False` are among them. Tokens never
             change, but the speed of a request can tell that a similar text was written before: turn it off where
             requests must not learn of each other.
-        learn: train exit heads on rejected drafts meanwhile; True, or a `selfspec.learn.Learner` of this model.
+        learn: train exit heads on finished answers meanwhile; True, or a `selfspec.learn.Learner` of this model.
 
     Raises:
         ValueError: an unknown drafter, or a number out of range. The policy is checked when an `LLM` takes it.

@@ -1,12 +1,13 @@
-"""`Learner`: online training of exit heads from rejected drafts (online speculative decoding, arXiv 2310.07177).
+"""`Learner`: online training of exit heads from finished answers (online speculative decoding, arXiv 2310.07177).
 
-Verification computes the target's logits. Where a drafted token is rejected, these logits are kept with the hidden
-state of the draft. Every few requests the heads are trained on them for some steps, within a share of the time. Exit
-heads change drafts only, so the output stays the same, token for token.
+Answers are kept when they end. Every few requests the model reads some of them again, as `selfspec tune` does, and the
+heads are trained on its states there for some steps, within a share of the time. Exit heads change drafts only, so the
+output stays the same, token for token.
 """
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from threading import Lock
@@ -15,12 +16,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
+from selfspec.core import Sequence
 from selfspec.errors import whole
-from selfspec.learning.examples import ExampleBuffer
 from selfspec.learning.heads import extended, first_layers
+from selfspec.learning.states import Positions, collect
 from selfspec.learning.student import Student
+from selfspec.learning.written import Sample
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.split_model import SplitModel
 
@@ -28,11 +30,12 @@ if TYPE_CHECKING:
     from selfspec.loading.target import Target
 
 REUSE = 8  # how often a position is used for training, on average
-MOST_STEPS = 32  # maximum steps per update, during which decoding waits
+MOST_STEPS = 32  # maximum steps per update, during which decoding waits; reading an answer counts as one
+LONGEST = 1024  # tokens of a prompt and answer that are read, as decoding waits
 
 
 class Learner:
-    """Collects training examples, updates exit heads between rounds, and drafts with their running average.
+    """Keeps finished answers, trains exit heads on them between rounds, and drafts with the heads' running average.
 
     The target drafts with the learner's heads from now on. The model does not change. Used as a context manager, the
     learner saves into its folder at the end.
@@ -40,12 +43,12 @@ class Learner:
     Args:
         target: an opened model, see `selfspec.loading.target.Target`.
         layers: exit layers that get heads in addition to those of the target's heads; default, where the target has no
-            heads: an eighth, a quarter, three eighths and a half of the layers, and the model's own exit layer.
-        share: maximum training time as a share of the decoding time; a single step may exceed it.
+            heads: a fifteenth, an eighth and a quarter of the layers, and the model's own exit layer.
+        share: maximum time of reading and training as a share of the decoding time; a single step may exceed it.
         every: requests between two updates.
         inner_size: inner width of new heads, where the target has none; default: that of the model's own MLPs.
         top_k: number of the target's most probable tokens to keep per position; all others are one bucket.
-        buffer: maximum number of positions per layer; new ones replace the oldest.
+        buffer: maximum number of positions to train on, and of those that wait to be read; new ones replace the oldest.
         batch_size: positions per step.
         lr: learning rate of AdamW.
         decay: decay of the running average per step.
@@ -90,15 +93,16 @@ class Learner:
             raise ValueError("learn needs a model that was loaded outside of torch.inference_mode(); load it again")
         self.target, self.folder = target, folder
         self.share, self.every = share, every
-        self.num_examples = self.num_updates = self.num_steps = 0
+        self.num_positions = self.num_updates = self.num_steps = 0
         self.seconds, self.decoding_seconds = 0.0, 0.0  # time of training and of decoding
         self._inner_size, self._top_k, self._buffer, self._batch_size = inner_size, top_k, buffer, batch_size
         self._lr, self._decay, self._seed, self._clock = lr, decay, seed, clock
         self._generator = torch.Generator().manual_seed(seed)
         self._lock = Lock()  # a target may serve several threads
         self._num_ended = 0
-        self._take_seconds = 0.0  # time of `take` in the current round
-        self._step_seconds = 0.0  # time of the last step
+        self._waiting: deque[Sample] = deque()  # answers that were not read yet
+        self._num_waiting = 0  # their positions
+        self._last = {self._read: 0.0, self._step: 0.0}  # seconds of the last of each
         if layers is None:
             split, own = target.split, target.default_exit_layer
             layers = () if target.exit_heads is not None else first_layers(split.num_layers, own)
@@ -107,8 +111,9 @@ class Learner:
     def _open(self, heads: ExitHeads | None, layers: Iterable[int] = ()) -> None:
         """Make the target draft with these heads, extended by new ones for `layers`, and start training them."""
         self._split = split = self.target.split
-        self._examples: dict[int, ExampleBuffer] = {}
-        self._remaining: dict[int, float] = {}  # by layer: positions that may still be used for training
+        self._seen: Positions | None = None  # of the layers of `heads`, on the host
+        self._remaining = Counter[int]()  # by layer: positions that may still be used for training
+        counts = {} if heads is None else heads.counts
         with torch.inference_mode(False), torch.no_grad():
             heads = extended(heads, layers, split, self._inner_size, self._seed)
             prior = self.target.prior
@@ -116,6 +121,7 @@ class Learner:
             self.target.prior = prior
             assert split.exit_heads is not None
             self._student = Student(heads.to(split.device), self._lr, self._decay)
+        self._counts = Counter(counts)  # of tokens in all answers that the heads learned from
         self.heads = split.exit_heads
         """The heads that the target drafts with: the running average, in the model's dtype."""
 
@@ -141,77 +147,83 @@ class Learner:
             with self._lock:
                 self._open(split.exit_heads)
 
-    def take(self, layer: int, hidden: Tensor, logits: Tensor) -> None:
-        """Add positions of rejected drafts.
-
-        Args:
-            layer: the exit layer of `hidden`; layers without a head are ignored.
-            hidden: `[n, hidden_size]`, before the final norm; the learner keeps it.
-            logits: the target's logits, fp32 `[n, vocab]`; the learner keeps them.
-        """
-        if layer not in self.heads.layers or self.share == 0 or self.seconds > self.share * self.decoding_seconds:
-            return
-        begun = self._clock()
-        with self._lock:
-            examples = self._examples.setdefault(layer, ExampleBuffer(self._buffer, self._top_k))
-            examples.add(hidden, logits)
-            self._remaining[layer] = min(self._remaining.get(layer, 0) + REUSE * len(hidden), REUSE * self._buffer)
-            self.num_examples += len(hidden)
-        self._take_seconds += self._add_seconds(begun)
-
-    def after(self, num_ended: int, seconds: float) -> None:
-        """Count a round of `seconds` in which `num_ended` requests ended; update where one is due."""
-        self.decoding_seconds += max(0.0, seconds - self._take_seconds)
-        self._take_seconds = 0.0
-        self._num_ended += num_ended
+    def after(self, ended: Iterable[Sequence], seconds: float) -> None:
+        """Count a round of `seconds`, and keep the answers that ended in it; update where one is due."""
+        self.decoding_seconds += max(0.0, seconds)
+        for sequence in ended:
+            self.take(Sample(list(sequence.token_ids), sequence.num_prompt_tokens))
+            self._num_ended += 1
         if self._num_ended >= self.every:
             self._num_ended = 0
             self.update()
 
+    def take(self, answer: Sample) -> None:
+        """Keep an answer, to be read when there is time. The oldest ones make room; long ones are left out."""
+        number = len(answer.positions)
+        if self.share == 0 or number == 0 or len(answer.tokens) > LONGEST:
+            return
+        with self._lock:
+            self._waiting.append(answer)
+            self._num_waiting += number
+            while self._num_waiting > self._buffer and len(self._waiting) > 1:
+                self._num_waiting -= len(self._waiting.popleft().positions)
+
     def update(self) -> None:
-        """Train while there are positions and time is left, then copy the new average into the target's heads."""
-        if not self._has_time(0.0):
+        """Read answers and train while there is time, then copy the new average into the target's heads."""
+        if not self._has_time(0.0, self._read):
             return
         begun = now = self._clock()
         with self._lock, torch.inference_mode(False), torch.no_grad():
             num_before = self.num_steps
             for _ in range(MOST_STEPS):
-                layer = max(self._remaining, key=self._remaining.__getitem__, default=None)
-                if layer is None or self._remaining[layer] <= 0 or not self._has_time(now - begun):
+                is_due = self._remaining and max(self._remaining.values()) > 0
+                part = self._step if is_due else self._read
+                if not (is_due or self._waiting) or not self._has_time(now - begun, part):
                     break
-                if not self._step(layer):
+                try:
+                    good = part()
+                except torch.OutOfMemoryError:
+                    good = False
+                if not good:  # a bad position would spoil every batch that has it
+                    self._seen, self._remaining = None, Counter()
                     break
                 before, now = now, self._clock()
-                self._step_seconds = max(0.0, now - before)
+                self._last[part] = max(0.0, now - before)
             if self.num_steps > num_before:
                 self.num_updates += 1
                 for mine, average in zip(self.heads.parameters(), self._student.average.parameters(), strict=True):
                     mine.copy_(average)
-        self._add_seconds(begun)
+        self.seconds += max(0.0, self._clock() - begun)
 
-    def _has_time(self, seconds: float) -> bool:
-        """Whether there is time for another step, after so many seconds of this update."""
+    def _has_time(self, seconds: float, part: Callable[[], bool]) -> bool:
+        """Whether there is time for another one of these, after so many seconds of this update."""
         spent = self.seconds + max(0.0, seconds)
-        return spent + self._step_seconds < self.share * self.decoding_seconds
+        return spent + self._last[part] < self.share * self.decoding_seconds
 
-    def _step(self, layer: int) -> bool:
-        batch = self._examples[layer].sample(self._batch_size, self._generator)
+    def _read(self) -> bool:
+        """Collect the model's states and probable tokens at the positions of the newest answer."""
+        answer = self._waiting.pop()
+        self._num_waiting -= len(answer.positions)
+        new = collect(self._split, [answer], self.heads.layers, self._top_k)
+        self._seen = new if self._seen is None else Positions.joined([self._seen, new])
+        first = max(0, self._seen.number - self._buffer)
+        self._seen = Positions(self._seen.hidden[:, first:], *(part[first:] for part in self._seen[1:]))
+        for layer in self.heads.layers:
+            self._remaining[layer] += REUSE * new.number
+        self._counts.update(answer.tokens[answer.num_prompt :])
+        self.num_positions += new.number
+        return True
+
+    def _step(self) -> bool:
+        layer = max(self._remaining, key=self._remaining.__getitem__)
         self._remaining[layer] -= self._batch_size
-        try:
-            good = self._student.step(self._split, layer, batch)
-        except torch.OutOfMemoryError:
-            good = False
-        if good:
-            self.num_steps += 1
-        else:  # drop all positions, since a bad one would spoil every batch that contains it
-            self._examples.pop(layer)
-            self._remaining.pop(layer)
+        assert self._seen is not None
+        at = torch.randint(self._seen.number, (self._batch_size,), generator=self._generator)
+        batch = self._seen.pick(self.heads.layers.index(layer), at, self._split.device)
+        subset = self._split.draft_subset(self._split.default_draft_vocab)
+        good = self._student.step(self._split, layer, batch, subset)
+        self.num_steps += good
         return good
-
-    def _add_seconds(self, begun: float) -> float:
-        spent = max(0.0, self._clock() - begun)
-        self.seconds += spent
-        return spent
 
     def save(self, folder: str | Path | None = None) -> Path:
         """Train while time is left, write the averaged heads, and return the file.
@@ -224,6 +236,7 @@ class Learner:
         if folder is None:
             raise ValueError("folder must be a path, here or in Learner(folder=...), got None")
         self.update()
+        self.heads.counts = dict(self._counts)
         return self.heads.save(folder)
 
     def __enter__(self) -> Learner:

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from selfspec.calibrate.profile import STORED
 from selfspec.cli import generate as command
 from selfspec.learn import Learner
 from selfspec.model.exit_heads import FILE, ExitHeads
@@ -38,6 +39,15 @@ def test_a_run_learns_and_the_next_goes_on(run, model_folder, prompts, tmp_path,
     assert [json.loads(line)["tokens"] for line in quiet.out.splitlines()] == texts[0]
     assert not first.heads["1"].down.equal(ExitHeads.load(folder).heads["1"].down)
     assert [file.name for file in folder.iterdir()] == [FILE]
+    written = sum(len(own) for own in texts[0])
+    assert sum(first.counts.values()) == written, "of all answers, which drafts begin over"
+
+
+def test_adaptive_keeps_how_often_its_heads_were_right(run, model_folder, prompts, tmp_path):  # noqa: F811
+    folder = tmp_path / "heads"
+    assert run("generate", "--model", model_folder, "--prompts", prompts, "--learn", folder).code == 0
+    assert sorted(file.name for file in folder.iterdir()) == sorted([FILE, STORED])
+    assert run("generate", "--model", model_folder, "--exit-heads", folder, "number 1").code == 0
 
 
 def test_what_was_learned_is_kept_when_interrupted(run, model_folder, prompts, tmp_path, monkeypatch):  # noqa: F811

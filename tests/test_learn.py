@@ -1,4 +1,4 @@
-"""Online learning: heads get better by what is refused, within a share of the time, and never change a token."""
+"""Online learning: heads get better on finished answers, within a share of the time, and never change a token."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from selfspec import SamplingParams
-from selfspec.learn import Learner
-from selfspec.learning.examples import ExampleBuffer
+from selfspec.core import Request, Sequence
+from selfspec.executors.eager import EagerExecutor
+from selfspec.learn import LONGEST, Learner
+from selfspec.learning.states import collect
+from selfspec.learning.written import Sample
 from selfspec.model.exit_heads import ExitHeads
-from tests.helpers import Adversary, Always, decode, make_prompts, tokens_of
+from tests.helpers import Adversary, decode, make_prompts, tokens_of
 from tests.models import build
 from tests.target import Target
 
@@ -59,7 +62,7 @@ def test_output_and_weights_stay_the_same_while_heads_change(family, temperature
     assert all(weight.grad is None for weight in model.parameters())
 
 
-def test_drafts_get_better_on_what_they_were_refused_at(target):
+def test_drafts_get_better_on_answers_of_the_kind(target):
     prompts = make_prompts([5] * 8)
     go = partial(target.generate, prompts, exit_layer=2, num_speculative_tokens=3, max_tokens=24)
     before = go()
@@ -78,7 +81,8 @@ def test_true_keeps_one_learner_that_covers_the_layer_asked_for(target):
     assert 3 in learner.heads.layers
     learner.decoding_seconds = 100.0
     target.generate(make_prompts([5]), exit_layer=1, max_tokens=8, learn=True)
-    assert learner.num_examples > 0
+    learner.update()
+    assert learner.num_positions > 0
     assert target.learner is learner and target.exit_heads is learner.heads
 
 
@@ -95,65 +99,91 @@ def test_a_learner_follows_a_model_that_changed(target):
     learned = learner.heads.heads["2"].down.double()
     assert learned.any()
     target.model.to(torch.float64)
+    learner.share = 0.0  # nothing is learned in between
     learner.target.generate(make_prompts([5]), exit_layer=2, max_tokens=1, learn=learner)
     assert torch.equal(learner.heads.heads["2"].down, learned)
     target.generate(make_prompts([5, 6]), exit_layer=2, max_tokens=16, learn=learner)
     assert next(learner.heads.parameters()).dtype == torch.float64 and target.exit_heads is learner.heads
 
 
-def lessons(count, seed=0, layer=2):
-    made = torch.Generator().manual_seed(seed)
-    return layer, torch.randn(count, 32, generator=made), torch.randn(count, 96, generator=made)
+def answer(seed=0):
+    [tokens] = make_prompts([12], seed=seed)
+    return Sample(tokens, 4)
+
+
+def ended(learner, seconds):
+    """A request ends in a round of `seconds`; its answer is empty."""
+    learner.after([Sequence(0, Request([5], SamplingParams()), [5], 8)], seconds)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.3])
 def test_learning_takes_no_more_than_its_share(target, share):
     learner = Learner(target, layers=[2], share=share, every=1, clock=Ticks(0.01))
     for seed in range(300):
-        learner.take(*lessons(3, seed))
-        learner.after(1, 0.1)
-        # one call to `take` and one step may be begun before it is known what they cost
+        learner.take(answer(seed))
+        ended(learner, 0.1)
+        # one answer and one step may be begun before it is known what they cost
         assert learner.seconds <= share * learner.decoding_seconds + (0.05 if share else 0)
     assert (learner.num_steps > 0) == (share > 0)
 
 
 def test_requests_are_counted_between_updates(target):
     learner = Learner(target, layers=[2], every=8, share=1.0, clock=lambda: 0.0)
-    learner.take(*lessons(8))
+    learner.take(answer())
     for _ in range(7):
-        learner.after(1, 1.0)
+        ended(learner, 1.0)
     assert learner.num_updates == 0
-    learner.after(1, 1.0)
+    ended(learner, 1.0)
     assert learner.num_updates == 1
 
 
-@pytest.mark.parametrize(("part", "bad"), [("hidden", float("nan")), ("logits", float("inf"))])
-def test_what_is_no_number_is_forgotten_with_its_neighbours(target, part, bad):
+@pytest.mark.parametrize("part", ["hidden", "log_probs"])
+def test_what_is_no_number_is_forgotten_with_its_neighbours(target, monkeypatch, part):
     learner = Learner(target, layers=[1, 2], share=1.0, clock=lambda: 0.0)
     learner.decoding_seconds = 100.0
-    learner.take(*lessons(8))
-    learner.update()
-    layer, hidden, logits = lessons(1)
-    (hidden if part == "hidden" else logits)[:] = bad
-    learner.take(layer, hidden, logits)
-    for _ in range(20):
+
+    def spoilt(*given):
+        seen = collect(*given)
+        getattr(seen, part)[...] = float("nan")
+        return seen
+
+    with monkeypatch.context() as patch:
+        patch.setattr("selfspec.learn.collect", spoilt)
+        learner.take(answer())
         learner.update()
+    assert learner.num_positions > 0 and learner.num_steps == 0
     assert all(weight.isfinite().all() for weight in learner.heads.state_dict().values())
-    steps = learner.num_steps
-    learner.take(*lessons(8, 1))
+    learner.take(answer(1))
     learner.update()
-    assert learner.num_steps > steps
+    assert learner.num_steps > 0
     assert all(weight.isfinite().all() for weight in learner.heads.state_dict().values())
 
 
-def test_the_oldest_lessons_make_room():
-    ring = ExampleBuffer(100, 64)
-    for seed in range(30):
-        ring.add(*lessons(7, seed)[1:])
-    assert len(ring) == 100
-    newest = torch.cat([lessons(7, seed)[1] for seed in range(30)])[-100:]
-    seen = ring.sample(1000, torch.Generator().manual_seed(0)).hidden
-    assert (seen[:, None] == newest).all(-1).any(-1).all()
+def test_the_newest_answers_are_learned_from(target, monkeypatch):
+    read = []
+
+    def noted(split, texts, *given):
+        read.extend(texts)
+        return collect(split, texts, *given)
+
+    monkeypatch.setattr("selfspec.learn.collect", noted)
+    learner = Learner(target, layers=[2], buffer=30, share=1.0, clock=lambda: 0.0)
+    answers = [answer(seed) for seed in range(9)]  # of 8 tokens each
+    for one in [*answers, Sample([5] * (LONGEST + 1), 4), Sample([5, 6], 2)]:
+        learner.take(one)
+    learner.decoding_seconds = 100.0
+    for _ in range(9):
+        learner.update()
+    assert read == answers[:-4:-1], "three have 24 positions; a fourth is too many"
+    assert learner.num_positions == 24
+
+
+def test_rounds_stay_compiled_while_heads_learn(target, monkeypatch):
+    learner = Learner(target, layers=[2], **ALWAYS_TIME)
+    learner.decoding_seconds = 100.0
+    monkeypatch.setattr(EagerExecutor, "round", None)
+    target.generate(make_prompts([5] * 8), exit_layer=2, num_speculative_tokens=3, max_tokens=24, learn=learner)
+    assert learner.num_updates > 1 and learner.heads.heads["2"].down.any()
 
 
 def test_what_is_saved_is_what_drafts_and_can_be_gone_on_with(target, tmp_path):
@@ -166,30 +196,15 @@ def test_what_is_saved_is_what_drafts_and_can_be_gone_on_with(target, tmp_path):
     assert again.target.exit_heads is again.heads
 
 
-def test_rows_with_processors_give_no_lessons(target):
-    learner = Learner(target, layers=[2])
-    engine = {"learner": learner}
-    decode(
-        target,
-        make_prompts([5]),
-        Always(2, 4),
-        SamplingParams(max_tokens=16, logits_processors=lambda i, s: s),
-        **engine,
-    )
-    assert learner.num_examples == 0
-    decode(target, make_prompts([5]), Always(2, 4), SamplingParams(max_tokens=16), **engine)
-    assert learner.num_examples > 0
-
-
 def test_nobody_elses_random_numbers_move(target):
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
     learner = Learner(target, layers=[2], **ALWAYS_TIME)
     learner.decoding_seconds = 100.0
-    learner.take(*lessons(8))
+    learner.take(answer())
     learner.update()
-    assert torch.equal(torch.rand(3), expected)
+    assert learner.num_steps > 0 and torch.equal(torch.rand(3), expected)
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ ModelOption = Annotated[
 Learn = Annotated[
     Path | None,
     Option(
-        help="Train exit heads on rejected drafts, and keep them in FOLDER: from there the next run goes on. At most a "
-        "twentieth of the time; the text stays the same.",
+        help="Train exit heads on finished answers, and keep them in FOLDER: from there the next run goes on. At most "
+        "a twentieth of the time; the text stays the same.",
         metavar="FOLDER",
         rich_help_panel="Speculative",
     ),

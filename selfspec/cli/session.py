@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from selfspec.cli.failure import RUN, Failure
 from selfspec.cli.options import ModelOptions, as_sentences
@@ -98,8 +98,8 @@ def opened(
         yield llm
     finally:
         llm.target.save_prior()
-        if learner is not None:
-            _save(learner, learn, status)
+        if learner is not None and learn is not None:
+            _save(learner, learn, llm.target.prior, status)
 
 
 def _with_learned(options: ModelOptions, folder: Path) -> ModelOptions:
@@ -126,18 +126,23 @@ def _learner(llm: LLM, folder: Path) -> Learner:
 
     config = llm.speculative
     if llm.target.policy_name(config) == "plain":
-        raise Failure("--learn learns from rejected drafts, and plain decoding has none; leave one of them out")
+        raise Failure("--learn trains heads for drafts, and plain decoding has none; leave one of them out")
     with as_sentences():
         return Learner(llm.target, folder=folder, layers=None if config.exit_layer is None else [config.exit_layer])
 
 
-def _save(learner: Learner, folder: Path | None, status: StatusConsole) -> None:
+def _save(learner: Learner, folder: Path, prior: dict[str, Any] | None, status: StatusConsole) -> None:
+    """Write the heads and how often layers were right with them, as `selfspec tune` does."""
+    from selfspec.calibrate import profile
+
     try:
         learner.save()
+        if prior is not None:
+            profile.store_prior(folder, learner.target.split, prior)
     except OSError as problem:
         raise Failure(f"--learn {folder} cannot be written to ({problem.strerror})", RUN) from problem
     share = learner.seconds / max(learner.decoding_seconds, 1e-9)
-    line = f"learned from {learner.num_examples} rejected drafts in {learner.num_updates} updates, "
+    line = f"learned from {learner.num_positions} tokens of answers in {learner.num_updates} updates, "
     status.say(f"{line}{learner.seconds:.2f} s ({share:.1%} of decoding); saved in {folder}")
 
 

@@ -129,8 +129,7 @@ class LLMEngine:
         self._num_wasted = 0  # tokens of that round beyond the end of a sequence
         self._is_streamed = max_step_seconds is None
         self._deadline = STREAM_SECONDS if max_step_seconds is None else max_step_seconds
-        examples = None if learner is None else learner.take
-        self._executors = executors_for(split, cache, Picker(split), examples)
+        self._executors = executors_for(split, cache, Picker(split))
         self._executors[0].prepare(policy.likely, self.max_num_seqs)
         self._round_seconds = 0.0  # of the last round
         self.num_preemptions = 0
@@ -360,8 +359,8 @@ class LLMEngine:
         if self._learner is None:
             return
         clock = StageSeconds()
-        num_ended = sum(row.finish_reason is not None for round_ in self._rounds for row in round_.rows)
-        self._learner.after(num_ended, sum(round_.seconds.total for round_ in self._rounds))
+        ended = [row.sequence for round_ in self._rounds for row in round_.rows if row.finish_reason is not None]
+        self._learner.after(ended, sum(round_.seconds.total for round_ in self._rounds))
         clock.lap("control")
         self._rounds[-1].seconds.control += clock.control
 

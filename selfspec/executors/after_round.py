@@ -1,55 +1,21 @@
-"""What is computed once a round is decided: shadow picks, divergences, and training examples for exit heads."""
+"""What is computed once a round is decided: shadow picks and divergences."""
 
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Callable
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from selfspec.control.plan import ShadowPlan
-from selfspec.core import Plan, RowRound
+from selfspec.core import RowRound
 from selfspec.executors.draft_picks import DraftPicker
 from selfspec.executors.masks import mask_of, penalty_of
 from selfspec.executors.penalties import Penalties
 from selfspec.executors.picker import Picker
 from selfspec.executors.shadow import part_of, shadow_picks
 from selfspec.model.split_model import SplitModel
-
-# Is given, of one exit layer, what a head could learn from: hidden states `[n, hidden_size]` after it, and the target's
-# logits `[n, vocab]` at the same positions. Both are copies.
-TrainingExamples = Callable[[int, Tensor, Tensor], None]
-
-
-def give_examples(
-    examples: TrainingExamples,
-    plan: Plan,
-    outputs: list[RowRound],
-    hidden: Tensor,  # [N, hidden_size] after the exit
-    taps: abc.Sequence[Tensor],  # as in `add_shadow_picks`
-    logits: Tensor,
-) -> None:
-    """Give the positions at which drafts were rejected; where no layer drafted, the last one of every probed row.
-
-    Logits are those before penalties. Rows with processors give none: what they pick holds for their requests only.
-    """
-    chosen = []
-    for start, output in zip(_starts(outputs), outputs, strict=True):
-        right = output.num_chain_accepted
-        is_example = right < output.num_drafted if plan.exit_layer else bool(taps)
-        if is_example and not output.sequence.has_processors:
-            chosen.append(start + right)
-    if not chosen:
-        return
-    at = torch.tensor(chosen, device=logits.device)
-    target = logits[at]
-    if plan.exit_layer:
-        examples(plan.exit_layer, hidden[at], target)
-    layers = plan.shadow.layers if plan.shadow is not None else ()
-    for layer, seen in zip(layers, [one for part in taps for one in part], strict=True):
-        examples(layer, seen[at], target)
 
 
 def _starts(outputs: list[RowRound]) -> list[int]:

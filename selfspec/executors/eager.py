@@ -6,7 +6,6 @@ A round without a draft is plain decoding, through the same code.
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -15,36 +14,20 @@ from torch import Tensor
 from selfspec.core import Plan, RoundOutput, RowRound, Sequence, StageSeconds
 from selfspec.drafting.early_exit import DraftRow, PackedDraft, draft_by_exit
 from selfspec.executors.accept import accept_tree, truncate_unsampleable
-from selfspec.executors.after_round import TrainingExamples, add_divergences, add_shadow_picks, give_examples
+from selfspec.executors.after_round import add_divergences, add_shadow_picks
 from selfspec.executors.base import Executor, RoundDraft
 from selfspec.executors.draft_picks import DraftPicker
 from selfspec.executors.logprobs import token_logprobs
 from selfspec.executors.masks import mask_of, masked
 from selfspec.executors.penalties import Penalties, paths_to
-from selfspec.executors.picker import Picker
 from selfspec.executors.processors import process_packed
 from selfspec.kernels.pick import filtered, num_accepted
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span, Tree, tensor_of
-from selfspec.model.split_model import SplitModel, Taps
+from selfspec.model.split_model import Taps
 
 
 class EagerExecutor(Executor):
-    """Runs every stage as torch operations; layers run as the split model has them, from recordings where it has those.
-
-    Args:
-        examples: is given what exit heads could learn from, see `TrainingExamples`.
-    """
-
-    def __init__(
-        self,
-        split: SplitModel,
-        cache: PagedCache,
-        picker: Picker,
-        new_seconds: Callable[[], StageSeconds] = StageSeconds,
-        examples: TrainingExamples | None = None,
-    ) -> None:
-        super().__init__(split, cache, picker, new_seconds)
-        self._examples = examples
+    """Runs every stage as torch operations; layers run as the split model has them, by recordings where it has them."""
 
     def serves(self, rows: list[Sequence], plan: Plan) -> bool:
         return True
@@ -84,8 +67,6 @@ class EagerExecutor(Executor):
             taps = [*([] if drafted.taps is None else [drafted.taps]), *([torch.stack(seen)] if seen else [])]
             add_shadow_picks(self.split, self.picker, plan.shadow, outputs, taps, logits, penalties)
             seconds.lap("shadow")
-        if self._examples is not None:
-            give_examples(self._examples, plan, outputs, drafted.hidden, taps, logits)
         return RoundOutput(plan.exit_layer if any(drafted.lengths) else None, outputs, seconds)
 
     def _draft(

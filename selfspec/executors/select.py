@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from selfspec.core import StageSeconds
-from selfspec.executors.after_round import TrainingExamples
 from selfspec.executors.base import Executor
 from selfspec.executors.cpu.executor import CpuExecutor
 from selfspec.executors.cuda.executor import CudaExecutor
@@ -19,18 +18,13 @@ def executors_for(
     split: SplitModel,
     cache: PagedCache,
     picker: Picker,
-    examples: TrainingExamples | None = None,
     new_seconds: Callable[[], StageSeconds] = StageSeconds,
 ) -> list[Executor]:
     """The executors of a split model, fastest first. The last one, the eager executor, serves every plan.
 
     Args:
-        examples: called with training examples for exit heads. Only the eager executor provides them, so it is then the
-            only one.
         new_seconds: makes the clock of a round.
     """
-    eager = EagerExecutor(split, cache, picker, new_seconds, examples)
-    if examples is not None:
-        return [eager]
+    eager = EagerExecutor(split, cache, picker, new_seconds)
     compiled = CpuExecutor(split, cache, picker, new_seconds)
     return [compiled, eager] if split.runner is None else [CudaExecutor(eager), compiled, eager]

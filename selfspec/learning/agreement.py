@@ -19,9 +19,10 @@ OVERLAP_WEIGHT = 0.9  # of 1 - sum min(p, q) in the loss; the rest is cross-entr
 PRIOR_POSITIONS = 512  # of the acceptance prior
 
 
-def logits_of(split: SplitModel, hidden: Tensor, layer: int, subset: Subset | None) -> Tensor:
-    """Logits in fp32 of an exit's hidden states `[N, hidden_size]`, over the draft vocabulary or, None, the whole."""
-    return split.logits(hidden, layer) if subset is None else split.subset_logits(hidden, layer, subset)
+def logits_of(split: SplitModel, adapted: Tensor, subset: Subset | None) -> Tensor:
+    """Logits in fp32 of hidden states `[N, hidden_size]` after a head, over the draft vocabulary or, None, all."""
+    # There is no head after layer 0: those of the split model must not act on top of the one in training.
+    return split.head_logits(adapted, True) if subset is None else split.subset_logits(adapted, 0, subset)
 
 
 def exit_loss(
@@ -52,7 +53,7 @@ def exit_loss(
         log_p = with_rest(log_p[:, :-1].masked_fill(~is_draft, float("-inf")))
     # The heads are float32; norm and head are the model's own, in its dtype, as in drafting.
     adapted = heads(seen.hidden, layer).to(split.dtype)
-    log_q = logits_of(split, adapted, layer, subset).log_softmax(-1).gather(-1, places.clamp(min=0))
+    log_q = logits_of(split, adapted, subset).log_softmax(-1).gather(-1, places.clamp(min=0))
     log_q = with_rest(log_q.masked_fill(~is_draft, float("-inf")))
     if by_kl:
         return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
@@ -76,7 +77,7 @@ def agreement(
     for chunk in chunks(split, seen.number):
         own = seen.pick(index, chunk, split.device)
         hidden = own.hidden if heads is None else heads(own.hidden, layer)
-        picks = logits_of(split, hidden.to(split.dtype), layer, subset).argmax(-1)
+        picks = logits_of(split, hidden.to(split.dtype), subset).argmax(-1)
         picks = picks if subset is None else subset.tokens[picks]
         same += int((picks == own.ids[:, 0]).sum())
     return same / seen.number

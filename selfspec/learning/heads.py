@@ -14,9 +14,9 @@ from selfspec.model.split_model import SplitModel
 
 
 def first_layers(num_layers: int, own: int | None) -> set[int]:
-    """An eighth, a quarter, three eighths and a half of the layers, and the model's own exit layer."""
-    eighths = {max(1, num_layers * part // 8) for part in (1, 2, 3, 4)}
-    return eighths | ({own} if own is not None and 1 <= own < num_layers else set())
+    """A fifteenth, an eighth and a quarter of the layers, and the model's own exit layer."""
+    some = {max(1, round(num_layers * depth)) for depth in (1 / 15, 1 / 8, 1 / 4)}
+    return some | ({own} if own is not None and 1 <= own < num_layers else set())
 
 
 def extended(

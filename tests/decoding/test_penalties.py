@@ -115,33 +115,6 @@ def test_kept_scores_are_those_after_penalties_and_kept_logits_those_before(back
         torch.testing.assert_close(scores, by_hand(logits, prompt, row.completion_token_ids[:at], params))
 
 
-class Examples:
-    """Keeps what exit heads could learn from."""
-
-    def __init__(self):
-        self.logits = []
-
-    def take(self, exit_layer, hidden, logits):
-        self.logits += logits
-
-    def follow(self, split):
-        pass
-
-    def after(self, num_ended, seconds):
-        pass
-
-
-def test_training_examples_are_of_logits_before_penalties():
-    target, [prompt], examples = tiny("llama", backend="views"), make_prompts([9], seed=1), Examples()
-    params = SamplingParams(max_tokens=20, repetition_penalty=1.5)
-    made = run(target, [prompt], Always(1, 3), params, learner=examples)
-    with torch.inference_mode():
-        whole = target.model(torch.tensor([made.sequences["0"].token_ids])).logits[0]
-    assert examples.logits
-    for logits in examples.logits:
-        assert float((whole - logits).abs().amax(-1).min()) < 1e-3
-
-
 def test_a_vocabulary_that_is_used_up_is_refused_in_words_where_tokens_are_drawn():
     made = Run(engine_of(Target(build("llama", vocab_size=12))))
     made.add([3, 4], SamplingParams(no_repeat_ngram_size=1, max_tokens=20, ignore_eos=True, temperature=1.0))
