@@ -30,8 +30,10 @@ from eval.gpu_rates import (
     device_speed,
     first_token,
     launches,
+    layers_of,
     prefill_rate,
     recordings_of,
+    replayed,
     sizes_of,
 )
 from eval.measurement import ROOT, device, machine, rounded
@@ -70,7 +72,9 @@ class GpuConfig:
     )
     draft_lengths: tuple[int, ...] = option((2, 6), f"Other draft lengths of fixed than {DRAFT_TOKENS}.")
     acceptance: float = option(0.8, "Acceptance of the targets at an eighth of the layers, 0.05..1.")
-    launches: bool = option(False, "Time each launch of a fused layer alone at 1, 5, 32 and 160 tokens.")
+    launches: bool = option(
+        False, "Time each launch of a fused layer alone at 1, 5, 32 and 160 tokens, and tiny kernels."
+    )
     peer: tuple[str, ...] = option((), "Folders of peers, each with a selfspec_peer.json; see docs/measurements.md.")
     dtype: str = option("bfloat16", "Number format of the weights.")
     device: str = option("cuda", "Device; 'cpu' is for trying the command.")
@@ -152,6 +156,7 @@ class Shape:
             self.missing(OPENING, problem)
             return
         self.found |= {"target": self.target.about(), "sizes": sizes_of(self.target), "device": device(self.device)}
+        self.found["opened"] = {"layers": layers_of(self.target.split), **recordings_of(self.target.llm)}
         for cell in cells_of(self.config):
             if str(cell) not in self.found["tried"]:
                 self.cell(cell)
@@ -195,13 +200,17 @@ class Shape:
         rows = Rows(llm, batch, context, config.new_tokens)
         found = rows.rate(config.warm_seconds, config.window_seconds)
         rows.stop()
-        found |= {name: value - before[name] for name, value in recordings_of(llm).items()}
+        now = recordings_of(llm)
+        found |= {name: now[name] - before[name] for name in ("recordings", "recording_seconds")}
+        found["recording_mib"] = now["recording_mib"]
         llm.keep_statistics(rows.engine)
-        if method in ("plain", "fixed") and batch in config.batch_sizes[:NUM_FIRST] and context == config.contexts[0]:
-            try:
-                found |= rows.busy()
-            except ValueError as problem:
-                found["why_not_busy"] = str(problem)
+        if method in ("plain", "fixed"):
+            is_first = batch in config.batch_sizes[:NUM_FIRST] and context == config.contexts[0]
+            for measure in (*([rows.busy] if is_first else []), lambda: replayed(rows)):
+                try:
+                    found |= measure()
+                except ValueError as problem:
+                    found["why_not_busy"] = str(problem)
         return found
 
     def llm(self, method: str) -> LLM:

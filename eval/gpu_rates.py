@@ -18,15 +18,18 @@ from eval.measurement import no_garbage_collection, rates, synchronize, timed
 from eval.models import params_of
 from eval.synthetic import Synthetic, random_prompts
 from selfspec import LLM
-from selfspec.core import RoundOutput
+from selfspec.core import Plan, RoundOutput
 from selfspec.decoding.engine import LLMEngine
 from selfspec.executors.cuda.body_choice import replay_seconds
+from selfspec.executors.cuda.device_work import current, fastest
 from selfspec.executors.cuda.fused_body import FusedBody
+from selfspec.executors.cuda.round_inputs import RoundRow
 from selfspec.model.split_model import SplitModel
 
 TEMPERATURE = 0.5  # of all rows but those of peers: the acceptance of greedy outputs differs from the set one by 0.1
 PAGE = 256  # tokens; the memory of a row is a multiple of it, as any attention backend needs
 WARM_ROUNDS, BUSY_ROUNDS, PREFILL_REPEATS = 4, 12, 3
+CHAIN = 1000  # tiny kernels
 Record = dict[str, Any]
 
 
@@ -120,7 +123,7 @@ class Rows:
         raise AssertionError("steps do not end")
 
     def busy(self) -> Record:
-        """Seconds that the device is busy per round, and its kernels and launches, by torch's profiler.
+        """Seconds of a round's kernels and copies, and their number and launches, by torch's profiler.
 
         Raises:
             ValueError: the device is no GPU, or its profiling library (CUPTI) reports nothing.
@@ -136,6 +139,38 @@ class Rows:
         return {name: value / num_rounds for name, value in counted(seen.key_averages()).items()}
 
 
+def replayed(rows: Rows) -> Record:
+    """Seconds of a round on the device, the gaps between its kernels included, from replays of its recording; and the
+    host's seconds of launching one. The rows have ended; their pages are written.
+
+    Raises:
+        ValueError: rounds of the policy are not recorded.
+    """
+    engine, count = rows.engine, len(rows.prompts)
+    split, cache, runner = engine.split, engine.cache, engine.split.runner
+    plan = (engine.policy.likely(count) or [Plan(None, (0,) * count)])[-1]
+    longest, pages = max(plan.draft_lengths), cache.num_pages // count
+    free = pages * cache.page_size - rows.context
+    given = [
+        RoundRow(range(i * pages, (i + 1) * pages), rows.context, 0, free, (), longest, (), TEMPERATURE, 0, 1.0, 0.0, i)
+        for i in range(count)
+    ]
+    if runner is None or runner.begin(cache, given, plan, longest) is None:
+        raise ValueError("these rounds are not recorded")
+    recording, hosts = runner.graphs.latest.recording, list[float]()
+    replays = max(1, min(BUSY_ROUNDS, free // (longest + 1) // (1 + PREFILL_REPEATS)))  # rows must not end
+
+    def launched() -> None:
+        begun = perf_counter()
+        for _ in range(replays):
+            recording.replay()
+        hosts.append((perf_counter() - begun) / replays)
+
+    with torch.inference_mode(), current(split.device):
+        seconds = fastest(launched, PREFILL_REPEATS, split.device) / replays
+    return {"busy_seconds": seconds, "launch_seconds": min(hosts)}
+
+
 def counted(events: Iterable[Any]) -> dict[str, float]:
     """What the events of a profile say. Launches on the host include their kernels' time, so it is not added up."""
     events = list(events)
@@ -145,7 +180,7 @@ def counted(events: Iterable[Any]) -> dict[str, float]:
     if not kernels:
         raise ValueError("torch's profiler reports no kernels; CUPTI may be refused on this machine")
     seconds = sum(e.self_device_time_total for e in done) / 1e6
-    return {"busy_seconds": seconds, "kernels": kernels, "launches": sum(e.count for e in launches)}
+    return {"kernel_seconds": seconds, "kernels": kernels, "launches": sum(e.count for e in launches)}
 
 
 def prefill_rate(llm: LLM, context: int) -> Record:
@@ -182,15 +217,27 @@ def first_token(llm: LLM, caching: LLM, context: int) -> Record:
 
 
 def recordings_of(llm: LLM) -> dict[str, float]:
-    """Recordings made so far, and the seconds that they took."""
+    """Recordings made so far, the seconds that they took, and the MiB of those that are kept."""
     runner = llm.target.split.runner
-    graphs = None if runner is None else runner.graphs
-    return {"recordings": graphs.num_recorded if graphs else 0, "recording_seconds": graphs.seconds if graphs else 0.0}
+    if runner is None:
+        return {"recordings": 0, "recording_seconds": 0.0, "recording_mib": 0.0}
+    graphs = runner.graphs
+    made = {"recordings": graphs.num_recorded, "recording_seconds": graphs.seconds}
+    return {**made, "recording_mib": graphs.num_bytes / (1 << 20)}
+
+
+def layers_of(split: SplitModel) -> str:
+    """What runs the layers of a target when it decodes."""
+    if split.runner is None:
+        return "not recorded"
+    body = split.recorded
+    return f"recorded, fused (weights: {body.packing})" if isinstance(body, FusedBody) else "recorded, the model's own"
 
 
 def launches(split: SplitModel, counts: Sequence[int] = (1, 5, 32, 160)) -> dict[str, dict[str, float]]:
     """Microseconds of each launch of a fused layer alone, by tokens of a call: means over all layers, whose weights do
-    not fit into the device's cache together.
+    not fit into the device's cache together. Under "chain": of one of a thousand tiny kernels, each of which reads what
+    the one before wrote.
 
     Raises:
         ValueError: the layers are not recorded, or by the model's own modules.
@@ -211,7 +258,15 @@ def launches(split: SplitModel, counts: Sequence[int] = (1, 5, 32, 160)) -> dict
             1e6 * runner.with_recording(lambda: (*map(work, range(split.num_layers)),)[-1:], seconds) / split.num_layers
         )
 
+    def chain() -> tuple[Tensor]:
+        for _ in range(CHAIN):
+            tiny.add_(1)
+        return (tiny,)
+
     with torch.inference_mode():
+        tiny = torch.zeros(1, device=split.device)
+        seconds = runner.with_recording(chain, lambda made: replay_seconds(made, split.device))
+        found["chain"] = {"add": 1e6 * seconds / CHAIN}
         for count in counts:
             hidden = torch.randn(count, split.config.hidden_size, device=split.device).to(split.dtype)
             own = found[str(count)] = {"add_norm": micros(lambda at, x=hidden: kernels.add_norm(x, x, norm)[0])}

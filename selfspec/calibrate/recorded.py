@@ -7,7 +7,7 @@ drafts take in addition is the overhead of their steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -19,6 +19,7 @@ from selfspec.calibrate.timed_rounds import SHADOW_POSITIONS, shadow_seconds
 from selfspec.control.costs import CONTEXT, Costs, Table
 from selfspec.core import Plan
 from selfspec.executors.cuda.capture import Body, CannotCapture, Recording
+from selfspec.executors.cuda.device_work import TICK, fastest
 from selfspec.executors.cuda.round_inputs import RoundRow
 from selfspec.executors.cuda.shapes import Shape, token_capacity
 from selfspec.executors.cuda.static_rows import LayersInputs, StaticRows
@@ -32,7 +33,6 @@ WIDTHS = (1, 2, 5, 9, 16)  # tokens per row of a verification
 SIZES = (1, 4)  # batch sizes that are measured, besides the largest; costs are linear between them
 FAR, FAR_TOKENS = 1024, 8192  # additional cached tokens per row of "far" passes, and the maximum over all rows
 DRAFTED = 4  # tokens per row in timed draft rounds
-TICK = 1e-9  # smallest reading
 REPEATS = 3  # measurements of a part, of which the fastest counts
 LEAST_SECONDS, MOST_REPLAYS = 4e-3, 10  # seconds of a measurement, and its replays at most
 ROUNDS, WARM = 10, 2  # whole rounds in one measurement, and those before it
@@ -213,22 +213,3 @@ class _Measurement:
         zeros = torch.zeros(count, device=self.split.device)
         whole = zeros.long()
         return SamplingTensors(zeros, zeros.int(), zeros + 1, zeros, whole, whole, False, False)
-
-
-def fastest(work: Callable[[], Any], repeats: int, device: torch.device) -> float:
-    """Seconds of the fastest of some calls, after one that does not count; on CUDA those of the device."""
-    taken = []
-    work()
-    for _ in range(repeats):
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            work()
-            end.record()
-            end.synchronize()
-            taken.append(begin.elapsed_time(end) / 1e3)
-        else:
-            start = perf_counter()
-            work()
-            taken.append(perf_counter() - start)
-    return max(TICK, min(taken))

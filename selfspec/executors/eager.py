@@ -52,7 +52,7 @@ class EagerExecutor(Executor):
         logits = self.split.logits(hidden)
         seconds.lap("head")
         positions = [at + 1 for span in spans for at in span.positions()]
-        outputs, scores = self._accept(rows, drafted, logits, positions, penalties)
+        outputs, scores = self.accept(rows, drafted, logits, positions, penalties)
         seconds.lap("pick")
         draft.add_matches(outputs)
         if chooser is not None and plan.reads_confidence:
@@ -93,7 +93,7 @@ class EagerExecutor(Executor):
         exit_layer = plan.exit_layer or 0
         return draft_by_exit(self.split, self.cache, starts, last, exit_layer, chooser, tapped, branches), chooser
 
-    def _accept(
+    def accept(
         self,
         rows: list[Sequence],
         draft: PackedDraft,
@@ -104,6 +104,12 @@ class EagerExecutor(Executor):
         """The longest prefix of each draft that equals the target's picks, and the pick after it.
 
         Also the scores `[N, vocab]` that all were picked from.
+
+        Args:
+            draft: the N tokens fed.
+            logits: fp32 `[N, vocab]`, the target's, before penalties, processors and masks.
+            positions: `[N]`, the index in its row's content of the token to be picked.
+            penalties: of the rows; None: none of them has any.
         """
         owners = [i for i, n in enumerate(draft.lengths) for _ in range(n + 1)]
         scores = _processed(rows, owners, draft, logits, penalties)

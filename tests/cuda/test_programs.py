@@ -15,6 +15,7 @@ from selfspec.control.plan import NUM_LOOKUP_BINS, NUM_MATCH_BINS, SOURCES, Look
 from selfspec.core import LOOKUP
 from selfspec.executors.cuda import shapes
 from selfspec.executors.cuda.rounds import RecordedRounds
+from selfspec.executors.eager import EagerExecutor
 from selfspec.kernels.suite import REFERENCE
 from tests.cuda.standin import with_runner
 from tests.helpers import Always, audit_cache, decode, make_prompts, request, run, tokens_of
@@ -86,10 +87,10 @@ def launches(monkeypatch):
     """Rounds launched, and those of them that were launched while another one was under way."""
     counts, honest = Counter(), RecordedRounds.launch
 
-    def launch(self):
+    def launch(self, *kept):
         counts["all"] += 1
         counts["ahead"] += self.num_in_flight > 0
-        honest(self)
+        return honest(self, *kept)
 
     monkeypatch.setattr(RecordedRounds, "launch", launch)
     return counts
@@ -167,22 +168,40 @@ def test_more_ends_than_the_device_knows_are_seen_by_the_host():
     recorded(Always(2, 2, num_rounds=99), [(request(prompt, params), wanted)])
 
 
-OTHERS = ({"repetition_penalty": 1.3}, {"logprobs": 2}, {"logit_bias": {5: 2.0}}, {"presence_penalty": 0.7})
+def third_less(ids, scores):
+    """A processor that depends on the row's length."""
+    scores[:, ids.shape[1] % 3 :: 3] -= 2.0
+    return scores
+
+
+OTHERS = (
+    {"repetition_penalty": 1.3}, {"logprobs": 2}, {"logit_bias": {5: 2.0}}, {"presence_penalty": 0.7, "logprobs": 0},
+    {"logits_processors": (third_less,), "temperature": 0.8}, {"no_repeat_ngram_size": 2},
+)  # fmt: skip
+
+
+def not_recorded(self, rows, draft):
+    raise AssertionError("a round was not recorded")
 
 
 @pytest.mark.parametrize("exit_layer", [None, LOOKUP, 2])
-def test_rows_that_no_recording_picks_for_fall_back_alone(launches, exit_layer):
-    asked = []
-    for i, own in enumerate(({}, OTHERS[0], {"temperature": 0.9}, OTHERS[1], OTHERS[2], OTHERS[3])):
+def test_rows_whose_picks_the_host_makes_share_the_recording(launches, monkeypatch, exit_layer):
+    asked, wanted = [], []
+    for i, own in enumerate(({}, OTHERS[0], {"temperature": 0.9}, *OTHERS[1:])):
         params = SamplingParams(max_tokens=12 + i, seed=i, **own)
         [prompt] = make_prompts([5 + i], seed=i)
-        [tokens] = tokens_of(decode(tiny("llama"), [request(prompt * 2, params)]))
-        asked.append((request(prompt * 2, params), tokens))
+        [output] = decode(tiny("llama"), [request(prompt * 2, params)])
+        asked.append((request(prompt * 2, params), output.token_ids))
+        wanted.append(output)
+    monkeypatch.setattr(EagerExecutor, "round", not_recorded)
     made, _ = recorded(Always(exit_layer, 2, num_rounds=6), asked)
-    both = [round_ for round_ in made.rounds if len(round_.rows) == len(asked)]
-    assert both and launches["all"] >= len(both), "the others of the batch are recorded"
-    order = [[row.sequence.request_id for row in round_.rows] for round_ in both]
-    assert all(one == order[0] for one in order)
+    assert launches["all"] >= len(made.rounds)
+    assert any(row.num_accepted for round_ in made.rounds for row in round_.rows) or exit_layer is None
+    for output, plain in zip(made.outputs, wanted, strict=True):
+        assert (output.logprobs is None) == (plain.logprobs is None)
+        for mine, others in zip(output.logprobs or (), plain.logprobs or (), strict=True):
+            values = [[one.logprob for one in each.values()] for each in (mine, others)]
+            assert mine.keys() == others.keys() and values[0] == pytest.approx(values[1], abs=1e-4)
 
 
 def test_a_row_that_ends_leaves_the_round_in_flight_to_the_others():

@@ -19,6 +19,7 @@ from eval.gpu_figures import Cell, figures, render
 from eval.gpu_rates import Rows, counted, sizes_of
 from eval.models import with_policy
 from eval.synthetic import synthetic_target
+from selfspec.kernels.layout import CONTENT
 from tests.cuda.standin import with_runner
 from tests.slow import slow
 from train.configuration import read_config
@@ -119,7 +120,7 @@ def test_a_profile_is_counted_without_the_hosts_time():
         event("cudaGraphLaunch", DeviceType.CPU, 2, 3500),
         event("aten::mm", DeviceType.CPU, 4, 3000),
     ]
-    assert counted(events) == {"busy_seconds": 0.0035, "kernels": 4, "launches": 2}
+    assert counted(events) == {"kernel_seconds": 0.0035, "kernels": 4, "launches": 2}
     with pytest.raises(ValueError, match="reports no kernels"):
         counted(events[1:])
 
@@ -300,8 +301,35 @@ def test_recordings_and_their_seconds_are_counted_and_launches_timed_on_the_stan
     after = gpu_rates.recordings_of(llm)
     assert after["recordings"] > before["recordings"] and after["recording_seconds"] > 0
     found = gpu_rates.launches(target.split, counts=(1, 5))
-    assert found.keys() == {"1", "5"} and found["5"].keys() == {"add_norm", "qkv", "o", "gate_up", "gate", "down"}
+    assert found.keys() == {"chain", "1", "5"} and found["5"].keys() == {
+        "add_norm",
+        "qkv",
+        "o",
+        "gate_up",
+        "gate",
+        "down",
+    }
     assert all(micros > 0 for one in found.values() for micros in one.values())
+
+
+@pytest.mark.parametrize("policy", [{"policy": "plain"}, {"policy": "fixed", "exit_layer": 1}])
+def test_a_rounds_time_on_the_device_is_that_of_its_own_recording(policy):
+    target = synthetic_target("tiny", acceptance=None)
+    with_runner(target.llm.target, packing="copy")
+    rows = Rows(with_policy(target.llm, **policy), 2, 20, 60, ticks())
+    next(rows.full_steps())
+    rows.stop()
+    graphs = target.split.runner.graphs
+    recorded = graphs.num_recorded
+    found = gpu_rates.replayed(rows)
+    assert graphs.num_recorded == recorded and graphs.latest.recording.num_replays > 4
+    assert found["busy_seconds"] > 0 and found["launch_seconds"] > 0
+    assert (graphs.latest.inputs.rows[:2, CONTENT] > 20).all(), "rows that have not ended"
+    assert gpu_rates.layers_of(target.split) == "recorded, fused (weights: copy)"
+    with pytest.raises(ValueError, match="not recorded"):
+        gpu_rates.replayed(
+            Rows(with_policy(synthetic_target("tiny", acceptance=None).llm, **policy), 2, 20, 60, ticks())
+        )
 
 
 def test_a_first_token_comes_sooner_where_its_prompt_was_read_before():

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from selfspec.executors.cuda.capture import Recording
+from selfspec.executors.cuda.device_work import fastest
 from selfspec.executors.cuda.fused_body import FusedBody
 from selfspec.executors.cuda.packed_linear import Packing
 from selfspec.executors.cuda.shapes import Shape
@@ -182,19 +182,10 @@ def _token_seconds(split: Any, runner: Any, measure: Measure) -> float:
 
 def replay_seconds(recording: Recording, device: torch.device) -> float:
     """The seconds of one replay: on CUDA of the device, by events; the minimum of several measurements."""
-    taken = []
-    for _ in range(REPEATS):
-        recording.replay()
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(REPLAYS):
-                recording.replay()
-            end.record()
-            end.synchronize()
-            taken.append(begin.elapsed_time(end) / 1e3 / REPLAYS)
-        else:
-            start = perf_counter()
+    count = REPLAYS if device.type == "cuda" else 1
+
+    def replay() -> None:
+        for _ in range(count):
             recording.replay()
-            taken.append(perf_counter() - start)
-    return min(taken)
+
+    return fastest(replay, REPEATS, device) / count

@@ -6,33 +6,41 @@ from collections import abc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from selfspec.core import Plan, RoundOutput, RowRound, Sequence, StageSeconds
+from selfspec.drafting.early_exit import PackedDraft
 from selfspec.executors.base import Executor, RoundDraft, next_draft
 from selfspec.executors.cuda.round_inputs import RoundRow, RowResult
 from selfspec.executors.cuda.rounds import RecordedRounds
 from selfspec.executors.cuda.shapes import SLOTS
+from selfspec.executors.eager import EagerExecutor
+from selfspec.executors.masks import mask_of
+from selfspec.executors.penalties import Penalties
 from selfspec.kernels.layout import MOST_EOS
 
 
 class CudaExecutor(Executor):
     """Replays recorded rounds of the split model's runner.
 
-    It serves no plans with stop rules, shadow picks, divergences or second choices. Of a batch, rows with penalties,
-    log-probabilities, grammars or logits processors are left to another executor, round by round.
+    It serves no plans with stop rules, shadow picks, divergences or second choices. What rows with penalties,
+    log-probabilities, grammars or logits processors get is picked on the host, from the recorded round's hidden states;
+    their drafts know nothing of these.
 
     Args:
-        fallback: runs what cannot be recorded, because of its shape, of its rows or of the model.
+        fallback: runs what cannot be recorded, because of its shape or of the model, and picks for such rows.
     """
 
     times_stages = False
 
-    def __init__(self, fallback: Executor) -> None:
+    def __init__(self, fallback: EagerExecutor) -> None:
         super().__init__(fallback.split, fallback.cache, fallback.picker, fallback.new_seconds)
         self._fallback = fallback
 
     def serves(self, rows: list[Sequence], plan: Plan) -> bool:
-        """Whether the runner may record rounds of this plan for some of the rows; see `Executor.serves`."""
-        return self.split.runner is not None and _is_served(plan) and any(map(_is_recorded, rows))
+        """Whether the runner may record rounds of this plan; see `Executor.serves`."""
+        return self.split.runner is not None and _is_served(plan)
 
     def prepare(self, likely: Callable[[int], list[Plan]], max_rows: int) -> None:
         """Record the rounds of these plans; see `Executor.prepare` and `Runner.prepare`."""
@@ -51,7 +59,7 @@ class CudaExecutor(Executor):
         Where rows end by tokens or their length alone, the device runs a round while the caller adds the tokens of the
         one before. A draft by lookup or by grammar waits until the round in flight has ended.
         """
-        if plan.num_rounds == 1 or not all(_is_recorded(row) and _ends_on_device(row) for row in rows):
+        if plan.num_rounds == 1 or not all(map(_goes_on_alone, rows)):
             yield from super().run(rows, plan, deadline)
             return
         seconds, num_left, latest = self.new_seconds(), plan.num_rounds, 0.0
@@ -89,25 +97,44 @@ class CudaExecutor(Executor):
                 plan = replace(plan, ledger=plan.ledger.after(made))
             seconds = self.new_seconds()
 
+    @torch.inference_mode()
     def round(self, rows: list[Sequence], draft: RoundDraft) -> RoundOutput:
-        """Run one round, of the rows that can be recorded from a recording; see `Executor.round`."""
+        """Run one round, from a recording where it can be; see `Executor.round`."""
         seconds = self.new_seconds()
-        own = [at for at, row in enumerate(rows) if _is_recorded(row)]
-        others = [at for at, row in enumerate(rows) if not _is_recorded(row)]
-        mine, theirs = (([rows[at] for at in some], _part(draft, some)) for some in (own, others))
-        rounds = self._begin(*mine) if own else None
+        rounds = self._begin(rows, draft)
         if rounds is None:
             return self._fallback.round(rows, draft)
         seconds.lap("control")
-        rounds.launch()
-        rest = self._fallback.round(*theirs).rows if others else []  # it launches while the device runs the others
-        done = [_row_round(*pair) for pair in zip(mine[0], rounds.take(), strict=True)]
-        outputs = [
-            one for _, one in sorted(zip([*own, *others], [*done, *rest], strict=True), key=lambda pair: pair[0])
-        ]
+        others = [at for at, row in enumerate(rows) if _is_picked_on_host(row)]
+        hidden = rounds.launch(others)
+        for at in others:
+            mask_of(rows[at], ())  # while the device runs
+        done = rounds.take()
+        outputs = [_row_round(*pair) for pair in zip(rows, done, strict=True)]
+        if hidden is not None:
+            picked = self._picked([rows[at] for at in others], [done[at] for at in others], hidden)
+            for at, output in zip(others, picked, strict=True):
+                outputs[at] = output
         draft.add_matches(outputs)
         seconds.lap("verify")
         return _output(draft, outputs, seconds)
+
+    def _picked(self, rows: list[Sequence], done: list[RowResult], hidden: Tensor) -> list[RowRound]:
+        """What rows get whose picks the device does not know.
+
+        Args:
+            done: what it made of them.
+            hidden: `[rows, places, hidden_size]`, their last hidden states.
+        """
+        drafts = [one.drafted for one in done]
+        logits = self.split.logits(torch.cat([own[: len(one) + 1] for own, one in zip(hidden, drafts, strict=True)]))
+        fed = PackedDraft.given([row.token_ids[-1] for row in rows], drafts, self.split.device)
+        positions = [row.num_tokens + n for row, one in zip(rows, drafts, strict=True) for n in range(len(one) + 1)]
+        penalties = Penalties.of(rows, self.split.vocab_size, self.split.device)
+        outputs, _ = self._fallback.accept(rows, fed, logits, positions, penalties)
+        for output, one in zip(outputs, done, strict=True):
+            output.confidences = one.confidences
+        return outputs
 
     def _begin(self, rows: list[Sequence], draft: RoundDraft) -> RecordedRounds | None:
         """Rounds of these rows, of which none is launched; None if they cannot be recorded."""
@@ -143,29 +170,21 @@ def _is_served(plan: Plan) -> bool:
     return is_plain and plan.shadow is None and not plan.keep_divergence
 
 
-def _is_recorded(row: Sequence) -> bool:
-    """Whether a recording can pick for the row."""
-    params, has_mask = row.request.params, row.grammar is not None
-    return not (params.penalizes or params.logprobs is not None or has_mask or row.has_processors) and not (
-        row.request.keep_logits
-    )
+def _is_picked_on_host(row: Sequence) -> bool:
+    """Whether more than logits, temperature and filters decides what the row gets, or more than tokens is asked for."""
+    params, asks = row.request.params, row.request.keep_logits or row.request.params.logprobs is not None
+    return params.penalizes or asks or row.grammar is not None or row.has_processors
 
 
-def _ends_on_device(row: Sequence) -> bool:
-    """Whether the device knows all that may end the row."""
-    return row.stopper.ends_by_token and len(row.stopper.ends) <= MOST_EOS
+def _goes_on_alone(row: Sequence) -> bool:
+    """Whether the device knows all that the row's next round depends on."""
+    is_known = row.stopper.ends_by_token and len(row.stopper.ends) <= MOST_EOS
+    return is_known and not _is_picked_on_host(row)
 
 
 def _ends(row: Sequence, num_in_flight: int) -> bool:
     """Whether the row has ended, or surely ends with the rounds in flight, each of which emits at least one token."""
     return row.is_finished or row.num_remaining <= num_in_flight
-
-
-def _part(draft: RoundDraft, some: abc.Sequence[int]) -> RoundDraft:
-    """What a draft says of some of the rows."""
-    lengths = tuple([draft.plan.draft_lengths[at] for at in some])
-    given = None if draft.given is None else [draft.given[at] for at in some]
-    return draft._replace(plan=replace(draft.plan, draft_lengths=lengths), given=given)
 
 
 def _output(draft: RoundDraft, outputs: list[RowRound], seconds: StageSeconds) -> RoundOutput:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from selfspec.executors.cuda.graphs import Recorded
 from selfspec.executors.cuda.round_inputs import MAX_IN_FLIGHT, RoundInputs, RowResult, read_record
+from selfspec.model.kv_cache import tensor_of
 
 
 class RecordedRounds:
@@ -43,12 +46,23 @@ class RecordedRounds:
         return len(self._in_flight)
 
     @torch.inference_mode()
-    def launch(self) -> None:
-        """Launch the next round, without waiting for the device."""
+    def launch(self, kept: Sequence[int] = ()) -> Tensor | None:
+        """Launch the next round, without waiting for the device.
+
+        Args:
+            kept: indices of rows.
+
+        Returns:
+            of K such rows, the last hidden states at all of their W places, `[K, W, hidden_size]`; None for no rows.
+        """
         assert len(self._in_flight) < MAX_IN_FLIGHT
         with self._lock:
             self._made.recording.replay()
-            self._in_flight.append(self._made.inputs.records.send(self._made.recording.outputs[0]))
+            record, hidden = self._made.recording.outputs
+            self._in_flight.append(self._made.inputs.records.send(record))
+            if not kept:
+                return None
+            return hidden.unflatten(0, (-1, self._made.inputs.key.width))[tensor_of([*kept], hidden.device)]
 
     @torch.inference_mode()
     def take(self) -> list[RowResult]:

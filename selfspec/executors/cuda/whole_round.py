@@ -34,7 +34,8 @@ class WholeRound:
     def __call__(self) -> tuple[Tensor, ...]:
         """Run a round, and turn the inputs into those of the next round.
 
-        Returns the record, int64 `[slots, fields]`; see `round_inputs.read_record`.
+        Returns the record, int64 `[slots, fields]`, see `round_inputs.read_record`; and the last hidden states at all
+        places, `[slots * width, hidden_size]`.
         """
         key, state, drafts = self.key, self.inputs.rows, self.key.exit_layer > 0
         given = self.kernels.prepare(state, self.inputs.pages, self.cache.page_size, key.width, key.most_tokens, drafts)
@@ -46,8 +47,8 @@ class WholeRound:
         done = self.kernels.accept(tokens, picks, layout.starts, layout.counts, given.remaining, eos, key.width)
         self.kernels.advance(state, done.num_kept, done.ended, done.last)
         if confidences is None:
-            return (done.record,)
-        return (torch.cat((done.record, confidences.view(torch.int32).long()), 1),)
+            return done.record, last
+        return torch.cat((done.record, confidences.view(torch.int32).long()), 1), last
 
     def _draft(self, given: Prepared) -> tuple[Tensor, Tensor, Tensor]:
         """Draft as many tokens as the row that drafts the most: of others, what follows is not used.
