@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from selfspec.collector import uncollected
 from selfspec.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -44,5 +45,6 @@ def __getattr__(name: str) -> Any:
         return [one for names in _MODULES.values() for one in names]
     for module, names in _MODULES.items():
         if name in names:
-            return getattr(import_module(module), name)
+            with uncollected():
+                return getattr(import_module(module), name)
     raise AttributeError(f"module 'selfspec' has no attribute {name!r}")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from selfspec.cli.failure import RUN, Failure
 from selfspec.cli.options import ModelOptions, as_sentences
 from selfspec.cli.status import StatusConsole
+from selfspec.collector import uncollected
 from selfspec.control.plan import GRAMMAR
 from selfspec.core import LOOKUP, RoundOutput, Sequence, SpeculativeConfig, StageSeconds
 from selfspec.decoding.outputs import SpecStats
@@ -84,7 +85,7 @@ def opened(
     Args:
         learn: folder of exit heads that are trained meanwhile; those that are there take the place of the model's.
     """
-    with status.waiting("importing torch and transformers"):
+    with status.waiting("importing torch and transformers"), uncollected():
         import selfspec.llm  # noqa: F401
     if learn is not None:
         options = _with_learned(options, learn)

@@ -12,6 +12,7 @@ from torch import nn
 
 from selfspec import cached
 from selfspec.calibrate import profile
+from selfspec.collector import uncollected
 from selfspec.errors import UnsupportedModelError, got
 from selfspec.executors.cpu.install import check_backend
 from selfspec.loading.names import file_beside, find, is_gguf
@@ -28,6 +29,7 @@ Precision = Literal["auto", "float32"]
 PRECISIONS: tuple[Precision, ...] = ("auto", "float32")
 
 
+@uncollected()
 def open_target(
     model: str | Path | nn.Module,
     tokenizer: Any = None,

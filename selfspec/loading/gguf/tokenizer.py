@@ -51,8 +51,9 @@ def read_tokenizer(file: GgufFile) -> Any:
             f"{file.name}: its tokenizer is of the kind {kind!r}, which is not supported (gpt2 and llama are); choose "
             "another file, or give a tokenizer"
         )
-    made.add_special_tokens([token for token in _added(file, tokens) if token.special])
-    made.add_tokens([token for token in _added(file, tokens) if not token.special])
+    added = _added(file, tokens)
+    made.add_special_tokens([token for token in added if token.special])
+    made.add_tokens([token for token in added if not token.special])
     special = {name: special_token(file, key) for name, key in _SPECIAL.items()}
     named = {name: tokens[number] for name, number in special.items() if number is not None}
     begins = file.metadata.get("tokenizer.ggml.add_bos_token", adds_bos) and special["bos_token"] is not None
@@ -61,12 +62,22 @@ def read_tokenizer(file: GgufFile) -> Any:
         around = [tokens[special["bos_token"]]] if begins else [], [tokens[special["eos_token"]]] if ends else []
         made.post_processor = _template(tokens, *around)
     return PreTrainedTokenizerFast(
-        tokenizer_object=made,
+        tokenizer_object=_Given(made),
         clean_up_tokenization_spaces=False,
         chat_template=_chat_templates(file),
         model_max_length=int(file.metadata.get(f"{file.architecture}.context_length", 0)) or int(1e30),
         **named,
     )
+
+
+class _Given:
+    """A tokenizer that is handed over: transformers copies what it is given, by way of JSON."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tokenizer:
+        return self._tokenizer
 
 
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -114,7 +125,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
         raise OSError(f"{file.name} lacks the key tokenizer.ggml.merges; convert it again")
     vocabulary = {token: number for number, token in enumerate(tokens)}
     pairs = [(merge[:at], merge[at + 1 :]) for merge in merges if (at := merge.find(" ", 1)) > 0]
-    pairs = [pair for pair in pairs if vocabulary.keys() >= {*pair, "".join(pair)}]
+    pairs = [(a, b) for a, b in pairs if a in vocabulary and b in vocabulary and a + b in vocabulary]
     made = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=pre.ignore_merges))
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
     by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
