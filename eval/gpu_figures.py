@@ -10,6 +10,7 @@ from eval.gpu_rates import TEMPERATURE, Record
 
 DRAFT_TOKENS = 4  # of "fixed" and of transformers' early exit
 NEAR = 0.1  # of the wanted acceptance, within which a speedup of fixed is judged
+HOPELESS = ", hopeless"  # how methods on a target whose early layers know nothing end
 COLUMNS = (
     *("tokens/s", "lowest", "highest", "acceptance", "over plain", "over hf", "over best fixed", "wall ms", "floor ms"),
     *("wall / floor", "busy ms", "busy / floor", "host share", "kernels a layer", "recordings", "recording s"),
@@ -52,8 +53,10 @@ def figures(found: Mapping[str, Any]) -> list[Record]:
         row = {**cell._asdict(), "tokens/s": speed, "lowest": one.get("lowest"), "highest": one.get("highest")}
         fixed = [c for c in cells if c[:2] == cell[:2] and c.method.partition(":")[0] == "fixed"]
         best = max(fixed, key=lambda c: cells[c]["tokens_per_second"], default=None)
-        over = {"over plain": cell._replace(method="plain"), "over hf": cell._replace(method="hf")}
-        over |= {"over best fixed": best} if best and cell.method.startswith("adaptive") else {}
+        is_hopeless = cell.method.endswith(HOPELESS)  # another target
+        over = {"over plain": cell._replace(method=f"plain{HOPELESS}" if is_hopeless else "plain")}
+        over |= {} if is_hopeless else {"over hf": cell._replace(method="hf")}
+        over |= {"over best fixed": best} if best and cell.method.startswith("adaptive") and not is_hopeless else {}
         row |= {name: speed / cells[of]["tokens_per_second"] for name, of in over.items() if of in cells}
         if cell.method in ("prefill", "first token", "launches"):
             other = one.get("hf_tokens_per_second")

@@ -164,6 +164,8 @@ def test_figures_follow_from_the_cells():
             rate("fixed", 300.0, rounds=100, acceptance=0.85),
             rate("fixed:2", 310.0),
             rate("adaptive", 320.0),
+            rate("adaptive, hopeless", 99.0),
+            rate("plain, hopeless", 100.0),
             rate("hf", 40.0),
             rate("fixed", 300.0, 8192, rounds=100, acceptance=0.6),
             rate("plain", 200.0, 8192),
@@ -180,6 +182,8 @@ def test_figures_follow_from_the_cells():
     # Layers 1.5 times (4 of 32 for each of 4 drafts), the head once, and a quarter of it for each of 4 drafts.
     assert fixed["floor ms"] == pytest.approx(5.8, abs=1e-3) and fixed["over plain"] == 1.5
     assert adaptive["over best fixed"] == pytest.approx(1.0323, abs=1e-4) and adaptive["over plain"] == 1.6
+    hopeless = rows["adaptive, hopeless", 1024]
+    assert hopeless["over plain"] == 0.99 and not {"over best fixed", "over hf"} & hopeless.keys()
     assert "over plain" not in rows["fixed", 8192] and rows["fixed", 8192]["acceptance"] == 0.6  # another acceptance
     assert rows["prefill", 1024]["over hf"] == 2
 

@@ -80,6 +80,7 @@ class CudaExecutor(Executor):
                     seconds.lap("control")  # recording them may have taken long
                     flight = _Flight(rounds, draft)
                     num_left -= flight.launch()
+                    is_late = seconds.now() - begin + latest >= deadline
                     if num_left and not is_late and not any(_ends(row, 1) for row in rows):
                         num_left -= flight.launch()
             elif draft is not None and flight.drafts_like(draft):
