@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from selfspec.llm import LLM
 
 ANSWERS, CHECKPOINT = "tune.answers.jsonl", "tune.checkpoint.pt"  # from which a stopped run goes on
-ANSWER_SHARE, TRIAL_SHARE = 0.4, 0.5  # of the time: when the last answers begin, and when the trial of exits ends
-MEASURE_SHARE, MEASURE_FACTOR = 0.25, 4.0  # for measuring: of the time at most; of the seconds of plain decoding
+ANSWER_SHARE, TRIAL_SHARE = 0.5, 0.57  # of the time: when the last answers begin, and when the trial of exits ends
+MEASURE_SHARE, MEASURE_FACTOR = 0.2, 4.0  # for measuring: of the time at most; of the seconds of plain decoding
 LEAST_TOKENS = 64  # to learn from
 TOP_K = 64  # most probable tokens to learn from, all others being one bucket
 MOST_BYTES = 1 << 30  # of states
@@ -241,7 +241,7 @@ class _Run:
             return trainer
         if len(trainers) == 1:
             return trainers[0]
-        end = max(TRIAL_SHARE * self.seconds, self.elapsed + 0.1 * self.seconds)
+        end = max(TRIAL_SHARE * self.seconds, self.elapsed + (TRIAL_SHARE - ANSWER_SHARE) * self.seconds)
         while self.elapsed < end or not trainers[0].steps:
             for trainer in trainers:
                 trainer.step(self.seen, 0.0)
