@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import abc
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -335,24 +336,46 @@ class Adaptive(Policy):
 
     def observe(self, plan: Plan, rounds: list[RoundOutput]) -> None:
         own = sum([round_.seconds.control for round_ in rounds])
-        for at, round_ in enumerate(rounds):
-            self._observe(plan, round_, is_first=at == 0 and len(rounds) > 1)
+        is_first = len(rounds) > 1  # of several that ran in one call, the first takes longer
+        for is_plain, group in groupby(rounds, lambda one: one.exit_layer is None and plan.shadow is None):
+            if is_plain:
+                self._observe_plain([*group], is_first)
+            else:
+                for round_ in group:
+                    self._observe(plan, round_, is_first)
+                    is_first = False
+            is_first = False
         if self._has_decided:
             self._decision_seconds += (SMOOTHING if self._decision_seconds else 1.0) * (own - self._decision_seconds)
         if plan.shadow is not None:  # decide with the new statistics
             self._rounds_left = min(self._rounds_left, self._pause)
 
-    def _observe(self, plan: Plan, round_: RoundOutput, is_first: bool) -> None:
-        """Count one round. is_first: of several that ran in one call, of which the first takes longer."""
-        outcomes, seconds, exit_layer = round_.rows, round_.seconds, round_.exit_layer
-        count, took = max(1, len(outcomes)), seconds.decoding
-        emitted = sum([outcome.num_emitted for outcome in outcomes]) / count
+    def _pass(self, rounds: list[RoundOutput]) -> Times:
+        """Let the time of rounds pass; the times of rounds like these."""
+        count, num_rounds = max(1, len(rounds[0].rows)), len(rounds)
         times = self._all_times.of(count, _mean(self._context_lengths))
+        emitted = sum([outcome.num_emitted for round_ in rounds for outcome in round_.rows]) / count
         self._clock.tokens += emitted
         self.tracker.pass_time(emitted)
-        self._rounds_left, self._pause = self._rounds_left - 1, self._pause - 1
-        self._probe_in -= 1
-        self._all_times.seconds += took if took > 0 else 0.0  # also of a clock that is wrong
+        self._rounds_left, self._pause = self._rounds_left - num_rounds, self._pause - num_rounds
+        self._probe_in -= num_rounds
+        self._all_times.seconds += sum([max(0.0, round_.seconds.decoding) for round_ in rounds])
+        self._context_lengths = [held + round(emitted) for held in self._context_lengths]
+        return times
+
+    def _observe_plain(self, rounds: list[RoundOutput], is_first: bool) -> None:
+        """Count rounds in which nothing was drafted or probed, all at once."""
+        before, times = self._all_times.seconds, self._pass(rounds)
+        times.plain_at = self._all_times.seconds
+        for round_ in rounds[is_first and times.measured_plain is not None :]:
+            times.add_plain(round_.seconds.decoding)
+        ledger = self.ledger._replace(plain_seconds=times.plain_seconds)
+        self.ledger = ledger.entered(SHARE * (self._all_times.seconds - before))
+
+    def _observe(self, plan: Plan, round_: RoundOutput, is_first: bool) -> None:
+        """Count one round. is_first: of several that ran in one call."""
+        outcomes, seconds, exit_layer = round_.rows, round_.seconds, round_.exit_layer
+        times, took = self._pass([round_]), seconds.decoding
         # What a round drafted, also beyond the end of a sequence: it took the time of all of it.
         num_drafted = sum([max(outcome.num_drafted, len(outcome.drafted)) for outcome in outcomes])
         prices, plain = self.ledger.lookup_prices, self.ledger.plain_seconds
@@ -366,7 +389,7 @@ class Adaptive(Policy):
         else:
             self._observe_draft(plan, exit_layer, outcomes)
             self._is_evidence_new = True
-            drafter, length = (plan.draft_vocab, plan.draft_bits), round(num_drafted / count)
+            drafter, length = (plan.draft_vocab, plan.draft_bits), round(num_drafted / max(1, len(outcomes)))
             times.add_draft(drafter, exit_layer, length, min(took, MOST_OFF * (plain + self.ledger.layers_price)))
         for outcome in outcomes:
             if outcome.shadow is not None:
@@ -377,7 +400,6 @@ class Adaptive(Policy):
                 self._ngrams.add(outcome.match_length, drafted, right, outcome.seq_id, outcome.source)
         ledger = self.ledger._replace(plain_seconds=times.plain_seconds).after(round_)
         self.ledger = ledger.entered(-seconds.shadow)
-        self._context_lengths = [held + round(emitted) for held in self._context_lengths]
 
     def _observe_draft(self, plan: Plan, exit_layer: int, outcomes: list[RowRound]) -> None:
         """Count the judged tokens of drafts by layers or copies."""
