@@ -1,8 +1,8 @@
 """Acceptance rates: by exit layer and confidence, and of 4-bit copies of the layers.
 
 They are decayed counts of judged tokens (`Decayed`). An estimate from few counts is shrunk towards one from more
-counts: recent counts towards lasting ones, those towards a fitted curve, one layer towards all layers, all of them
-towards a prior. A layer without observations has the prior's estimates.
+counts: recent counts towards lasting ones, those towards counts of many texts, those towards a prior. A layer without
+observations has the prior's estimates.
 """
 
 from __future__ import annotations
@@ -23,14 +23,10 @@ Floats = NDArray[np.float64]
 MAX_HALF_LIVES = 32  # between two rescalings of counts, so that weights do not overflow
 
 RECENT, LASTING, OVERALL = 20.0, 100.0, 2000.0  # half-lives of a layer's counts, in tokens emitted per row
-LASTING_WEIGHT, CURVE_WEIGHT = 8.0, 20.0  # pseudo-observations of the lasting rates and of the curve
-SHARE_WEIGHTS = (8.0, 2.0)  # pseudo-observations of bin shares: the lasting shares, and a uniform distribution
-MIN_LASTING = 8.0  # lasting observations per layer below which overall counts are added
-CURVE_MEAN, CURVE_VARIANCE = (0.6, 1.0), (4.0, 0.1)  # prior of offset and slope; slope 1: confidence is calibrated
-DEPTH_SLOPE = 0.7  # change of the mean offset per unit of log depth; CURVE_MEAN holds at a quarter of the depth
-MOST_STEP = 1.5  # largest change of offset or slope in one fit
-PRIOR_FITS = 4  # Newton steps after a prior was read
-FIT_EVERY = 6  # estimates between two fits; each of the first FIT_EVERY estimates has a fit
+BIN_WEIGHT, LAYER_WEIGHT = 12.0, 4.0  # pseudo-observations of the rates from longer counts: of a bin, and of a layer
+SHARE_WEIGHT = 4.0  # pseudo-observations of the bins' shares from longer counts
+PRIOR_OFFSET, DEPTH_SLOPE = 0.6, 0.7  # log-odds of acceptance above those of the confidence: at a quarter of the
+# depth, and their change per unit of log depth
 PRIOR_SIZE, OVERALL_SIZE = 150.0, 3000.0  # observations per layer of a prior, in the lasting and overall counts
 
 AGREEMENT_HALF_LIFE = 4000.0  # emitted tokens per row; agreement depends on the model more than on the text
@@ -42,9 +38,6 @@ AGREEMENT_PRIOR_SIZE = 100.0  # expected tokens of a prior
 _edges = np.array([0.05, *CONFIDENCE_EDGES, 0.9995])
 _centres = (_edges[1:] + _edges[:-1]) / 2
 LOG_ODDS = np.log(_centres / (1 - _centres))  # [NUM_BINS]
-_POWERS = np.stack((LOG_ODDS**0, LOG_ODDS, LOG_ODDS**2), 1)
-_VARIANCE = np.array(CURVE_VARIANCE)[:, None]
-_RIDGE = np.array((1 / CURVE_VARIANCE[0], 0.0, 1 / CURVE_VARIANCE[1]))[:, None]
 
 
 class TokenClock:
@@ -91,8 +84,8 @@ class Decayed:
 class Tracker:
     """Acceptance rate of each layer's picks by confidence. Arrays are `[L - 1, NUM_BINS]`, exit layer e in row e - 1.
 
-    Recent counts are shrunk towards lasting counts, and those towards a logistic curve in the log-odds of the
-    confidence, with two parameters per layer, fitted to the lasting counts.
+    Counts of three half-lives estimate it in turn, from the longest one on. In each, a layer's rates are those of the
+    longer counts times what it was right over what these expected; bins with many observations have their own rate.
 
     Args:
         prior: the `state` of an earlier tracker of the same model.
@@ -105,17 +98,12 @@ class Tracker:
         shape = (2, num_layers - 1, NUM_BINS)  # hits, misses
         self._clock = TokenClock()
         self._kept = [Decayed(shape, half_life, self._clock) for half_life in (RECENT, LASTING, OVERALL)]
-        self._mean = np.tile(np.array(CURVE_MEAN)[:, None], num_layers - 1)  # [2, L - 1]: offset, slope
-        self._mean[0] += DEPTH_SLOPE * np.log(4 * np.arange(1, num_layers) / num_layers)
-        self._curve = self._mean.copy()
-        self._update_rates()
-        self._num_estimates = 0
+        offsets = PRIOR_OFFSET + DEPTH_SLOPE * np.log(4 * np.arange(1, num_layers) / num_layers)
+        self._prior = 1 / (1 + np.exp(-(offsets[:, None] + LOG_ODDS)))
         if prior is not None:
             counts = read_prior(prior, num_layers)
             self.lasting[:] = _thinned(counts, PRIOR_SIZE)
             self.overall[:] = _thinned(counts, OVERALL_SIZE)
-            for _ in range(PRIOR_FITS):
-                self._fit()
 
     @property
     def recent(self) -> Floats:
@@ -168,49 +156,21 @@ class Tracker:
 
     def estimates(self) -> tuple[Floats, Floats]:
         """Acceptance rate of each bin, ascending along the bins, and share of the picks in each bin."""
-        self._add_overall()
-        self._num_estimates += 1
-        if self._num_estimates <= FIT_EVERY or self._num_estimates % FIT_EVERY == 0:
-            self._fit()
-        rates, shares = self._rates, np.full((1, NUM_BINS), 1 / NUM_BINS)
-        for counts, weight, share_weight in (
-            (self.lasting, CURVE_WEIGHT, SHARE_WEIGHTS[1]),
-            (self.recent, LASTING_WEIGHT, SHARE_WEIGHTS[0]),
-        ):
-            seen = counts[0] + counts[1]
-            rates = (counts[0] + weight * rates) / (seen + weight)
-            shares = (seen + share_weight * shares) / (np.add.reduce(seen, 1, keepdims=True) + share_weight)
+        rates, shares = self._prior, np.full((1, NUM_BINS), 1 / NUM_BINS)
+        for kept in reversed(self._kept):
+            hits, misses = kept.now()
+            seen = hits + misses
+            counted = np.add.reduce((hits, misses, seen * rates, seen * (1 - rates)), 2, keepdims=True) + LAYER_WEIGHT
+            right, wrong = counted[:2] / counted[2:]  # over what the longer counts expect
+            usual = np.where(right < 1, rates * right, 1 - (1 - rates) * wrong)
+            rates = (hits + BIN_WEIGHT * usual) / (seen + BIN_WEIGHT)
+            shares = (seen + SHARE_WEIGHT * shares) / (np.add.reduce(seen, 1, keepdims=True) + SHARE_WEIGHT)
         return np.maximum.accumulate(rates, 1), shares
 
     def state(self) -> dict[str, Any]:
         """The overall counts as plain numbers, for the `prior` of a later tracker."""
         hits, misses = (counts.round(2).tolist() for counts in self.overall)
         return {"edges": list(CONFIDENCE_EDGES), "hits": hits, "misses": misses}
-
-    def _add_overall(self) -> None:
-        """Fill the lasting counts of layers with few observations from their overall counts."""
-        lasting = self.lasting
-        missing = np.maximum(MIN_LASTING - np.add.reduce(lasting, (0, 2)), 0)
-        if missing.any():
-            beyond = np.maximum(self.overall - lasting, 0)
-            lasting += beyond * np.minimum(missing / np.maximum(np.add.reduce(beyond, (0, 2)), 1e-9), 1)[:, None]
-
-    def _fit(self) -> None:
-        """Take one Newton step of every layer's curve towards the lasting counts."""
-        hits, misses = self.lasting
-        expected = (hits + misses) * self._rates
-        # Sums over the bins, `[L - 1, 3]` each: errors, and second derivatives, times 1, x and x^2 of the log-odds x.
-        errors, bends = np.array((hits - expected, expected * (1 - self._rates))) @ _POWERS
-        offset, slope = errors.T[:2] - (self._curve - self._mean) / _VARIANCE
-        a, b, d = bends.T + _RIDGE
-        step = np.array((d * offset - b * slope, a * slope - b * offset)) / (a * d - b * b)
-        self._curve += np.minimum(np.maximum(step, -MOST_STEP), MOST_STEP)
-        self._update_rates()
-
-    def _update_rates(self) -> None:
-        """Evaluate the curves at the centres of the bins."""
-        offset, slope = self._curve[:, :, None]
-        self._rates = 1 / (1 + np.exp(-(offset + slope * LOG_ODDS)))
 
 
 class Agreement:

@@ -110,10 +110,8 @@ def test_of_a_layer_that_was_long_not_seen_a_little_is_remembered():
     tracker.pass_time(2000)
     assert tracker.num_lasting(1) < 0.001
     right, _ = tracker.estimates()
-    (unknown, _), few = Tracker(4).estimates(), tracker.num_lasting(1)
-    assert right[0, BIN] < unknown[0, BIN] - 0.2 and right[2, BIN] > unknown[2, BIN] and 1 < few < 20
-    tracker.estimates()
-    assert tracker.num_lasting(1) == pytest.approx(few), "nothing counts twice"
+    unknown, _ = Tracker(4).estimates()
+    assert right[0, BIN] < unknown[0, BIN] - 0.2 and right[2, BIN] > unknown[2, BIN]
 
 
 @settings(max_examples=40, deadline=None)
