@@ -53,11 +53,6 @@ class RowResult(NamedTuple):
     kept: int  # tokens of the block up to the one that ends the row, at most the row's remaining ones
     confidences: tuple[float, ...]  # of drafted tokens; empty if not reported
 
-    @property
-    def path(self) -> range:
-        """The accepted nodes, from node 0 on."""
-        return range(self.accepted + 1)
-
 
 class RoundInputs:
     """The input buffers of one recorded round, and the buffers on the host for its results.
