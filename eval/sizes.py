@@ -42,6 +42,7 @@ class SizesConfig:
     prompt_tokens: int = option(512, "Tokens of the prompt whose reading is timed.")
     new_tokens: int = option(32, "Tokens of a timed output.")
     verify: tuple[int, ...] = option((2, 4, 8), "Numbers of tokens whose verification is timed.")
+    contexts: tuple[int, ...] = option((), "Numbers of tokens after which decoding is timed, too; a GGUF file's.")
     repeats: int = option(3, "Timed repeats after an untimed one.")
     time_limit: float = option(600.0, "Seconds of a process.")
     files: str = option("runs/sizes/files", "Folder of the files.")
@@ -54,6 +55,7 @@ class SizesConfig:
         check_least(self, 32, "context")
         check(bool(self.threads) and min(self.threads) >= 1, "threads", "numbers of at least 1", list(self.threads))
         check(all(n >= 2 for n in self.verify), "verify", "numbers of at least 2", list(self.verify))
+        check(all(n >= 1 for n in self.contexts), "contexts", "numbers of at least 1", list(self.contexts))
         for name in self.types:
             check_known("type", name, (*FILE_TYPES, FOLDER))
         for name in self.shapes:
@@ -116,6 +118,8 @@ class Session(Resumable[SizesConfig]):
             for engine in engines:
                 yield Cell(name, engine, "speed", threads)
             yield Cell(name, OURS, "verify", threads)
+            if self.config.contexts and name.endswith(".gguf"):
+                yield Cell(name, OURS, "contexts", threads)
 
     def _row(self, cell: Cell) -> Mapping[str, Any] | None:
         about = cell._asdict()
@@ -165,6 +169,9 @@ class Session(Resumable[SizesConfig]):
         if cell.task == "verify":
             more = {"widths": list(config.verify), "repeats": config.repeats}
             return "verify", json.dumps({"model": str(path), "threads": cell.threads, **more})
+        if cell.task == "contexts":
+            more = {"contexts": list(config.contexts), "tokens": config.new_tokens}
+            return "contexts", json.dumps({"model": str(path), "threads": cell.threads, **more})
         return cell.task, json.dumps({"threads": cell.threads} if cell.task == "bandwidth" else {})
 
     def _child(self, module: str, *arguments: str, threads: int = 1) -> str:

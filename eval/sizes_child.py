@@ -132,6 +132,36 @@ def verify(model: str, threads: int, widths: list[int], repeats: int) -> Result:
     return {"seconds": {width: median(each) for width, each in found.items()}}
 
 
+def contexts(model: str, threads: int, contexts: list[int], tokens: int) -> Result:
+    """Tokens per second of decoding after random prompts of these lengths, and the bytes that a cached token takes.
+
+    The model is a GGUF file's. Its cache keeps two bytes per number, and two for the scale of a block.
+
+    Args:
+        tokens: that are decoded after a prompt; the rate is that of their median.
+    """
+    import torch
+
+    from eval.answers import Prompt
+    from eval.decoders import Ours
+    from eval.methods import parse_method
+    from eval.models import open_llm
+    from selfspec.kernels.rounding import BLOCK
+
+    torch.set_num_threads(threads)
+    llm = open_llm(model, dtype=_dtype(model), device="cpu")
+    method = Ours(llm, parse_method("plain"), frozenset(), 0.0, float("inf"))
+    rates = {}
+    for context in contexts:
+        ids = torch.randint(1000, 40000, (context,), generator=torch.Generator().manual_seed(context)).tolist()
+        _, *steps = method(Prompt(0, 0, "", ids, tokens, 0)).step_seconds or ()
+        rates[str(context)] = 1 / median(steps)
+    config: Any = llm.target.split.config
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head = 2 * dim + 2 * -(-dim // BLOCK)
+    return {"rates": rates, "kept_bytes": 2 * config.num_hidden_layers * config.num_key_value_heads * head}
+
+
 def _dtype(model: str) -> str:
     """The number format to open a model in: a folder's own, and that of GGUF files."""
     return "bfloat16" if Path(model).is_dir() else "float32"
@@ -143,7 +173,9 @@ def _seconds(call: Callable[[], object]) -> float:
     return perf_counter() - start
 
 
-TASKS: dict[str, Callable[..., Result]] = {one.__name__: one for one in (imports, bandwidth, load, speed, verify)}
+TASKS: dict[str, Callable[..., Result]] = {
+    one.__name__: one for one in (imports, bandwidth, load, speed, verify, contexts)
+}
 
 if __name__ == "__main__":
     print(json.dumps(TASKS[sys.argv[1]](**json.loads(sys.argv[2]))))

@@ -15,6 +15,7 @@ LOADING = (
     "written MB",
 )
 SPEED = ("file", "threads", "decode tokens/s", "peer", "ratio", "share of GB/s", "prompt tokens/s", "peer", "ratio")
+CONTEXTS = ("file", "threads", "context", "tokens/s", "share of GB/s")
 Row = Mapping[str, Any]
 
 
@@ -52,6 +53,8 @@ def render(rows: Sequence[Row], machine: Mapping[str, Any]) -> str:
     parts.append(
         table([*SPEED, *(f"{n} over 1" for n in widths[1:])], [_speed(found, cell, widths[1:]) for cell in ours])
     )
+    if long := [line for cell in found if cell.task == "contexts" for line in _contexts(found, cell)]:
+        parts.append(table(CONTEXTS, long))
     parts += [f"{cell.file}, {cell.engine} {cell.task}: {row['failed']}" for cell, row in failed.items()]
     return "\n\n".join(parts) + "\n"
 
@@ -87,3 +90,16 @@ def _speed(found: Mapping[Cell, Row], own: Cell, widths: Sequence[int]) -> list[
     seconds = cost["found"]["seconds"] if cost else {}
     costs = [f"{seconds[str(width)] / seconds['1']:.2f}" if str(width) in seconds else "" for width in widths]
     return [own.file, str(own.threads), *sides["decode"], share, *sides["prompt"], *costs]
+
+
+def _contexts(found: Mapping[Cell, Row], own: Cell) -> list[list[str]]:
+    """A line per context. The share counts weights, keys and values."""
+    row, most = found[own], found.get(own._replace(engine="", task="bandwidth"))
+    lines = []
+    for context, rate in row["found"]["rates"].items():
+        size, share = row["token_bytes"] + int(context) * row["found"]["kept_bytes"], ""
+        if most:
+            available = most["found"]["bytes_per_second"]
+            share = f"{size * rate / available:.2f} of {available / GB:.1f}"
+        lines.append([own.file, str(own.threads), context, f"{rate:.3g}", share])
+    return lines

@@ -123,6 +123,7 @@ def table(folder):
     shape = shape_file(folder, "llama-3.2-1b", num_hidden_layers=2)
     sizes = {"threads": (1,), "verify": (2,), "repeats": 1, "prompt_tokens": 17, "new_tokens": 4, "context": 64}
     config = SizesConfig((str(shape),), ("Q4_0",), **sizes, files=str(folder / "files"), output=str(folder / "run"))
+    config = replace(config, contexts=(40,))
     calls = []
 
     def child(module, *arguments, threads=1):
@@ -148,10 +149,12 @@ def table(folder):
 
 def test_the_table_has_loading_and_speed_of_both_engines(table):
     config, calls, text = table
-    loading, speed = (part.splitlines()[2:] for part in text.strip().split("\n\n")[1:])
+    loading, speed, contexts = (part.splitlines()[2:] for part in text.strip().split("\n\n")[1:])
     assert [line.split("|")[2].strip() for line in loading] == ["selfspec", "llama.cpp"]
     assert [line.split("|")[-2].strip() for line in loading] == ["3.0", "0.0"]  # MB written
     assert len(speed) == 1 and len(list(filter(str.strip, speed[0].split("|")))) == len(SPEED) + 1
+    [(_, threads, context, rate, share)] = [list(map(str.strip, line.strip("|").split("|"))) for line in contexts]
+    assert (threads, context) == ("1", "40") and float(rate) > 0 and float(share.split()[0]) > 0
     both = ["selfspec", "llama.cpp"]
     assert [engine for engine, task in calls if task == "load"] == ["selfspec", *both, *both]  # in turns
     assert [engine for engine, task in calls if task == "speed"] == both
