@@ -222,8 +222,8 @@ class Adaptive(Policy):
         return plans
 
     def _first_probe(self, times: Times) -> ShadowPlan | None:
-        """A probe at the end of the first plain rounds, so that the first decision has evidence."""
-        if self._probed or not self._layers or self.costs.recorded is not None:
+        """Without a prior, a probe at the end of the first plain rounds, so that the first decision has evidence."""
+        if self._has_prior or self._probed or not self._layers or self.costs.recorded is not None:
             return None
         plain, count = times.plain_seconds, times.num_rows
         self.ledger = self.ledger._replace(plain_seconds=plain)

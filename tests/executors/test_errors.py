@@ -81,7 +81,7 @@ def go_on(run: Run, problem: type[BaseException]) -> int:
 @most_executors
 @pytest.mark.parametrize(("problem", "at"), [(KeyboardInterrupt, 1), (KeyboardInterrupt, 2), (MemoryError, 4)])
 def test_an_interrupt_after_a_call_whose_result_is_lost_costs_no_token(kind, problem, at, monkeypatch):
-    owner, name = LATE.get(kind, (EagerExecutor, "_accept"))
+    owner, name = LATE.get(kind, (EagerExecutor, "accept"))
     honest, calls = getattr(owner, name), []
 
     def interrupted(*given, **named):

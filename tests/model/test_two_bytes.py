@@ -153,7 +153,8 @@ def test_pages_are_copied_moved_and_released_with_their_scales():
             assert torch.equal(page, a[8:16])
             assert torch.equal(changed[3:5], a[20:22]) and torch.equal(changed[5:], a[5:])
     second.release(moved)
-    assert all(not one[moved].any() for layer in second.storages for one in layer)
+    scales = [one[moved] for layer in second.storages for one in layer if one.is_floating_point()]
+    assert scales and not any(one.any() for one in scales), "the next row's masked slots are zero, whatever was there"
 
 
 def test_a_token_takes_two_bytes_a_number_and_two_a_block():
