@@ -72,6 +72,7 @@ def format_of(template: str) -> CallFormat | None:
     """The format of which a chat template tells the model; Hermes' where it tells it nothing of tools, which is then
     told in a system message; None: one that is not known here.
     """
+    template = template.replace('\\"', '"')  # of texts in double quotes
     if "[TOOL_CALLS]" in template:
         return FORMATS["mistral_args" if "[ARGS]" in template else "mistral"]
     if "<tool_call>" in template and not re.search("<function=|<arg_key>", template):

@@ -133,16 +133,40 @@ def test_an_answer_without_a_call_may_have_to_be_json(parser):
         use_of("llama3_json", text=StructuredOutputs(json=schema))
 
 
+TURNS = """{% for m in messages %}{% if m.tool_calls %}CALLS{% else %}<|{{ m.role }}|>{{ m.content }}{% endif %}
+{% endfor %}"""
+# Of the shapes of published templates: system texts in one or the other kind of quotes, and turns with calls.
 TEMPLATES = {
-    "hermes": '{% if tools %}<tools></tools> <tool_call>\n{"name": ..., "arguments": ...}\n</tool_call>{% endif %}',
-    "llama3_json": 'Environment: ipython {{ tools }} {"name": ..., "parameters": dictionary of argument name}',
-    "mistral": '[AVAILABLE_TOOLS] {{ tools }} "[TOOL_CALLS]["',
-    "mistral_args": "[AVAILABLE_TOOLS] {{ tools }} [TOOL_CALLS]name[ARGS]",
+    "hermes": [
+        r"""{%- if tools %}{{- "<|system|>Tools are within <tools></tools>:" }}{%- for t in tools %}{{- t | tojson }}
+{%- endfor %}{{- "A call:\n<tool_call>\n{\"name\": <name>, \"arguments\": <object>}\n</tool_call>" }}{%- endif %}"""
+        + TURNS.replace("CALLS", "<tool_call>{{ m.tool_calls[0] | tojson }}</tool_call>"),
+        "{% if tools %}<tools>{{ tools }}</tools>{{ '<tool_call>\n{\"name\": <name>}\n</tool_call>' }}{% endif %}"
+        + TURNS,
+    ],
+    "llama3_json": [
+        """{%- if tools is not none %}{{- "Environment: ipython\n" }}{%- endif %}{{- 'Respond in the format
+{"name": function name, "parameters": dictionary of argument name and its value}.' }}"""
+        + TURNS.replace("CALLS", """{{- '{"name": "' + m.name + '", ' }}{{- '"parameters": ' }}"""),
+        r"""{%- if builtin_tools is defined %}{{- "Environment: ipython\n" }}{{- "<|python_tag|>" }}{%- endif %}
+{%- if tools %}{{- "Respond as {\"name\": name, \"parameters\": dictionary}" }}{%- endif %}"""
+        + TURNS,
+    ],
+    "mistral": [
+        "{% if tools %}{{ '[AVAILABLE_TOOLS]' + tools | string + '[/AVAILABLE_TOOLS]' }}{% endif %}"
+        + TURNS.replace("CALLS", "{{ '[TOOL_CALLS]' + m.content | string + eos_token }}"),
+        TURNS.replace("CALLS", """{{- "[TOOL_CALLS] [" }}{{- '{"name": "' }}{{- "]" }}{% if tools %}{% endif %}"""),
+    ],
+    "mistral_args": [
+        "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+        + TURNS.replace("CALLS", "{{- '[TOOL_CALLS]' + m.tool_calls[0].function.name + '[ARGS]' }}"),
+    ],
 }
 
 
 def test_formats_are_found_by_the_template():
-    assert {name: format_of(text) for name, text in TEMPLATES.items()} == FORMATS
+    for name, several in TEMPLATES.items():
+        assert [format_of(text) for text in several] == [FORMATS[name]] * len(several), name
     assert format_of("{{ messages }}") is FORMATS["hermes"]
     for unknown in (
         "{{ tools }} <tool_call>\n<function=",
@@ -198,7 +222,7 @@ def test_chats_have_calls_whose_arguments_validate(llm):
 def test_a_mark_that_is_a_special_token_is_found():
     """Texts leave special tokens out, and calls with them, where nobody asks for them."""
     tokenizer = tokenizer_of(True)
-    tokenizer.chat_template = TEMPLATES["mistral"] + "{{ messages[0].content }}"
+    tokenizer.chat_template = TEMPLATES["mistral"][0] + "{{ messages[0].content }}"
     model = build("llama", vocab_size=len(tokenizer), eos_token_id=EOS, pad_token_id=EOS, max_position_embeddings=512)
     llm = LLM(model, tokenizer=tokenizer)
     for choice in ("required", "auto"):
