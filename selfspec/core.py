@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import abc
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ MAX_LOGPROBS = 20
 MAX_BIAS = 100
 MAX_NGRAM = 1 << 16
 MIN_TEMPERATURE = 1e-6
+STATEFUL = re.compile(r"(xgrammar|outlines|outlines_core|llguidance)\.|.*ClassifierFreeGuidance")  # processors
 MAX_SCHEMA, MAX_EXPRESSION = 1 << 18, 1 << 15  # characters of a schema or choices; of expressions and grammars
 LOOKUP = 0  # the exit layer of drafts by lookup: no layer drafts, all layers verify
 UNBOUNDED_ROUNDS = 1 << 30  # `num_rounds` of a plan that never changes
@@ -211,7 +213,8 @@ class SamplingParams:
         n: outputs per prompt. Output i has the seed `seed + i`.
         logits_processors: functions of the prefix, as transformers' are: `(token ids [1, length], logits [1, vocab])`
             to logits. They must be pure, since drafts ask them about prefixes that the output may not have; or have a
-            method `copy`, and be called once per position in order: copies are then asked about drafts.
+            method `copy`, and be called once per position in order: copies are then asked about drafts. Transformers'
+            SynthID is copied so, too; others known to have a state are refused, as those are with `rollback` alone.
         structured_outputs: what the output must look like; masks come after penalties and processors.
         prediction: what much of the output is expected to be, such as a file that is to be edited: a text, or token
             ids. Drafts by lookup are taken from it, too; the output is the same whatever it is.
@@ -289,6 +292,13 @@ class SamplingParams:
         for processor in self.processors:
             if not callable(processor):
                 raise ValueError(f"logits_processors must be functions, {got(processor)}")
+            kind = f"{type(processor).__module__}.{type(processor).__name__}"
+            has_state = callable(getattr(processor, "rollback", None)) or STATEFUL.match(kind)
+            if has_state and not callable(getattr(processor, "copy", None)):
+                raise ValueError(
+                    f"logits_processors must be pure functions of the prefix or have a method copy, got {kind}, which "
+                    "has a state and no copy; add one, or leave it out"
+                )
         if not isinstance(self.structured_outputs, StructuredOutputs | None):
             raise ValueError(
                 f"structured_outputs must be a selfspec.StructuredOutputs or None, {got(self.structured_outputs)}"

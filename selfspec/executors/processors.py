@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import abc
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from selfspec.core import LogitsProcessor, Sequence
+
+WATERMARK = "SynthIDTextWatermarkLogitsProcessor"  # of transformers, whose `state` holds all that changes
 
 
 def process_packed(
@@ -70,11 +73,24 @@ def _standing_at(row: Sequence, drafted: abc.Sequence[int]) -> abc.Sequence[Logi
         known.clear()
         if output:
             known[output[:-1]] = [*before]
-    copies: Any = [one.copy() if _has_state(one) else one for one in before]  # type: ignore[attr-defined]
+    copies = [_copied(one) for one in before]
     known[output] = copies
     return known[output]
 
 
 def _has_state(processor: Any) -> bool:
     """Whether it says so, by a method `copy`; lists have one of another meaning."""
+    if type(processor).__name__ == WATERMARK:
+        return True
     return callable(getattr(processor, "copy", None)) and not isinstance(processor, list)
+
+
+def _copied(processor: Any) -> Any:
+    """One that goes on from the same state; functions of the prefix are their own copies."""
+    if not _has_state(processor):
+        return processor
+    if callable(getattr(processor, "copy", None)):
+        return processor.copy()
+    made = copy.copy(processor)
+    made.state = copy.deepcopy(processor.state)
+    return made

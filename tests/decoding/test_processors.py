@@ -11,9 +11,11 @@ from transformers import (
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SuppressTokensLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
 )
 
 from selfspec.core import SamplingParams
+from selfspec.kernels.pick import scored
 from tests.decoding.test_greedy import check_equals_generate
 from tests.decoding.test_sampling import check_equals_plain
 from tests.helpers import (
@@ -193,3 +195,33 @@ def test_a_processor_with_a_state_that_can_be_copied_is_asked_as_in_plain_decodi
                 loop.append(int(asked(torch.tensor([ids]), logits).argmax()))
                 ids.append(loop[-1])
         assert loop == plain[0].token_ids
+
+
+@pytest.mark.parametrize("policy", ["adversary", "layers"])
+def test_the_watermark_of_transformers_that_has_a_state_is_that_of_plain_decoding(policy):
+    target, [prompt] = tiny("llama"), make_prompts([6])
+
+    def mark():
+        return SynthIDTextWatermarkLogitsProcessor(3, [654, 400, 836], 256, 0, context_history_size=16, device="cpu")
+
+    made = params([mark()], 30, temperature=0.9, seed=3)
+    plain = decode(target, [prompt], "plain", made)[0]
+    policies = {"adversary": Adversary(1, 4), "layers": Always(3, 4)}
+    assert decode(target, [prompt], policies[policy], made)[0].token_ids == plain.token_ids
+    own, ids = mark(), list(prompt)
+    with torch.inference_mode():
+        for token in plain.token_ids:  # by a loop with one processor, which is called once per position
+            logits = own(torch.tensor([ids]), target.model(torch.tensor([ids])).logits[:, -1].float())
+            wanted = scored(logits, [made], torch.tensor([len(ids)])).argmax()
+            assert int(wanted) == token
+            ids.append(token)
+
+
+@pytest.mark.parametrize("name", ["rollback", "xgrammar"])
+def test_a_state_that_cannot_be_copied_is_refused_by_name(name):
+    members = {"__call__": lambda self, ids, scores: scores, "rollback": lambda self, n: None}
+    kept = members if name == "rollback" else {"__call__": members["__call__"], "__module__": "xgrammar.contrib.hf"}
+    kind = type("Stateful", (), kept)
+    with pytest.raises(ValueError, match=r"or have a method copy, got .*Stateful, which has a state and no copy"):
+        params([kind()], 5)
+    assert params([type("Sound", (), kept | {"copy": lambda self: self})()], 5)
