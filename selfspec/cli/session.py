@@ -100,7 +100,8 @@ def opened(
     finally:
         llm.target.save_prior()
         if learner is not None and learn is not None:
-            _save(learner, learn, llm.target.prior, status)
+            is_adaptive = llm.target.policy_name(speculative) == "adaptive"  # which alone has statistics of these heads
+            _save(learner, learn, llm.target.prior if is_adaptive else None, status)
 
 
 def _with_learned(options: ModelOptions, folder: Path) -> ModelOptions:

@@ -210,6 +210,14 @@ def test_tools_whose_grammar_fails_while_decoding_are_the_fault_of_their_request
     fails_alone(served, "tools", stream, **tool(parameters=ENDLESS), tool_choice="required")
 
 
+@pytest.mark.parametrize("field", ["name", "description", "parameters"])
+def test_half_of_a_character_in_a_tool_is_refused_at_once(served, field):
+    half = {"name": "f\ud800", "description": "\ud800", "parameters": {"properties": {"\ud800": {}}}}[field]
+    asked = json.dumps({"messages": [{"role": "user", "content": "Hi"}], **tool(**{field: half})})  # escaped
+    answer = served.http.post("/v1/chat/completions", content=asked, headers={"content-type": "application/json"})
+    refused(answer, 400, "half a character", param="tools")
+
+
 def test_a_message_whose_tools_fail_says_so_in_its_own_words(served):
     tool = {"name": "f", "input_schema": ENDLESS}
     asked = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 200, "tools": [tool]}
