@@ -19,6 +19,7 @@ from eval.methods import LLAMA_CPP, MethodName, check_exit_layer
 from eval.models import gguf_file, open_peer, params_of, with_policy
 from selfspec import LLM
 from selfspec.core import RoundOutput, StageSeconds
+from selfspec.model.gguf_blocks import Holding
 
 STAGES = tuple(key.name for key in dataclasses.fields(StageSeconds) if not key.name.startswith("_"))
 
@@ -155,7 +156,7 @@ class Transformers(Method):
     def __call__(self, prompt: Prompt) -> Turn:
         ids = torch.tensor([prompt.ids], device=self.device)
         torch.manual_seed(prompt.seed)
-        with neutral_generation_config(self.model) as config:
+        with Holding(self.model), neutral_generation_config(self.model) as config:  # a file's blocks as float32, once
             config.eos_token_id = self.eos or None
             if self.temperature > 0:
                 config.do_sample, config.temperature, config.top_k, config.top_p = True, self.temperature, 0, 1.0
