@@ -11,7 +11,8 @@ from eval.__main__ import main
 from eval.answers import Failure, Prompt, Skipped
 from eval.decoders import LlamaCpp, Transformers
 from eval.methods import FORMS, parse_method
-from eval.models import gguf_file
+from eval.models import gguf_file, open_llm
+from selfspec.model.gguf_blocks import BlockWeight
 from tests.eval.models import tiny_llm
 from tests.gguf_files import source_model, write_gguf
 
@@ -50,6 +51,25 @@ def test_transformers_methods_restore_the_model_even_after_a_timeout(name):
     with pytest.raises(Failure, match="stopped after"):
         method(prompt([5, 6, 7]))
     assert model.generation_config is before and model.config.num_hidden_layers == layers
+
+
+def test_transformers_computes_with_float32_weights_of_a_file_of_blocks(tmp_path, monkeypatch):
+    pytest.importorskip("gguf")
+    write_gguf(tmp_path / "blocks.gguf", source_model(), "Q8_0")
+    llm = open_llm(str(tmp_path / "blocks.gguf"))
+    model = llm.target.split.model
+    blocks = [weight for weight in model.parameters() if isinstance(weight, BlockWeight)]
+    honest, held = type(model).generate, []
+
+    def generate(*given, **options):
+        held.append([weight.held is not None for weight in blocks])
+        return honest(*given, **options)
+
+    monkeypatch.setattr(type(model), "generate", generate)
+    method = Transformers(llm, parse_method("transformers"), frozenset(), 0.0, 60.0)
+    turn = method(prompt([5, 6, 7]))
+    assert len(turn.tokens) == 8 and len(held) == 1 and blocks and all(held[0]), "none is dequantised at every token"
+    assert not any(weight.held is not None for weight in blocks)
 
 
 def test_llama_cpp_on_float32_weights_gives_the_tokens_of_plain_decoding(gguf, tmp_path, monkeypatch, capsys):
