@@ -213,8 +213,9 @@ class SamplingParams:
         n: outputs per prompt. Output i has the seed `seed + i`.
         logits_processors: functions of the prefix, as transformers' are: `(token ids [1, length], logits [1, vocab])`
             to logits. They must be pure, since drafts ask them about prefixes that the output may not have; or have a
-            method `copy`, and be called once per position in order: copies are then asked about drafts. Transformers'
-            SynthID is copied so, too; others known to have a state are refused, as those are with `rollback` alone.
+            method `copy`, and be called once per position in order: copies are then asked about drafts. Those with a
+            method `rollback` alone are copied by `copy.deepcopy`. Transformers' SynthID is copied, too; others that
+            are known to have a state are refused.
         structured_outputs: what the output must look like; masks come after penalties and processors.
         prediction: what much of the output is expected to be, such as a file that is to be edited: a text, or token
             ids. Drafts by lookup are taken from it, too; the output is the same whatever it is.
@@ -293,8 +294,8 @@ class SamplingParams:
             if not callable(processor):
                 raise ValueError(f"logits_processors must be functions, {got(processor)}")
             kind = f"{type(processor).__module__}.{type(processor).__name__}"
-            has_state = callable(getattr(processor, "rollback", None)) or STATEFUL.match(kind)
-            if has_state and not callable(getattr(processor, "copy", None)):
+            can_go_back = any(callable(getattr(processor, name, None)) for name in ("copy", "rollback"))
+            if STATEFUL.match(kind) and not can_go_back:
                 raise ValueError(
                     f"logits_processors must be pure functions of the prefix or have a method copy, got {kind}, which "
                     "has a state and no copy; add one, or leave it out"

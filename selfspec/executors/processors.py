@@ -79,10 +79,9 @@ def _standing_at(row: Sequence, drafted: abc.Sequence[int]) -> abc.Sequence[Logi
 
 
 def _has_state(processor: Any) -> bool:
-    """Whether it says so, by a method `copy`; lists have one of another meaning."""
-    if type(processor).__name__ == WATERMARK:
-        return True
-    return callable(getattr(processor, "copy", None)) and not isinstance(processor, list)
+    """Whether it says so, by a method `copy` or `rollback`; lists have a `copy` of another meaning."""
+    can = callable(getattr(processor, "copy", None)) or callable(getattr(processor, "rollback", None))
+    return (can and not isinstance(processor, list)) or type(processor).__name__ == WATERMARK
 
 
 def _copied(processor: Any) -> Any:
@@ -91,6 +90,8 @@ def _copied(processor: Any) -> Any:
         return processor
     if callable(getattr(processor, "copy", None)):
         return processor.copy()
+    if callable(getattr(processor, "rollback", None)):
+        return copy.deepcopy(processor)  # in place of a rollback, which would need calls in the order of drafts
     made = copy.copy(processor)
     made.state = copy.deepcopy(processor.state)
     return made
