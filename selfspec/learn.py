@@ -102,7 +102,7 @@ class Learner:
         self._num_ended = 0
         self._waiting: deque[Sample] = deque()  # answers that were not read yet
         self._num_waiting = 0  # their positions
-        self._last = {self._read: 0.0, self._step: 0.0}  # seconds of the last of each
+        self._last = {"read": 0.0, "step": 0.0}  # seconds of the last of each
         if layers is None:
             split, own = target.split, target.default_exit_layer
             layers = () if target.exit_heads is not None else first_layers(split.num_layers, own)
@@ -170,15 +170,15 @@ class Learner:
 
     def update(self) -> None:
         """Read answers and train while there is time, then copy the new average into the target's heads."""
-        if not self._has_time(0.0, self._read):
+        if not self._has_time(0.0, "read"):
             return
         begun = now = self._clock()
         with self._lock, torch.inference_mode(False), torch.no_grad():
             num_before = self.num_steps
             for _ in range(MOST_STEPS):
                 is_due = self._remaining and max(self._remaining.values()) > 0
-                part = self._step if is_due else self._read
-                if not (is_due or self._waiting) or not self._has_time(now - begun, part):
+                part, name = (self._step, "step") if is_due else (self._read, "read")
+                if not (is_due or self._waiting) or not self._has_time(now - begun, name):
                     break
                 try:
                     good = part()
@@ -188,17 +188,17 @@ class Learner:
                     self._seen, self._remaining = None, Counter()
                     break
                 before, now = now, self._clock()
-                self._last[part] = max(0.0, now - before)
+                self._last[name] = max(0.0, now - before)
             if self.num_steps > num_before:
                 self.num_updates += 1
                 for mine, average in zip(self.heads.parameters(), self._student.average.parameters(), strict=True):
                     mine.copy_(average)
         self.seconds += max(0.0, self._clock() - begun)
 
-    def _has_time(self, seconds: float, part: Callable[[], bool]) -> bool:
+    def _has_time(self, seconds: float, name: str) -> bool:
         """Whether there is time for another one of these, after so many seconds of this update."""
         spent = self.seconds + max(0.0, seconds)
-        return spent + self._last[part] < self.share * self.decoding_seconds
+        return spent + self._last[name] < self.share * self.decoding_seconds
 
     def _read(self) -> bool:
         """Collect the model's states and probable tokens at the positions of the newest answer."""

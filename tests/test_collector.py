@@ -25,3 +25,19 @@ def test_a_collector_that_is_off_stays_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_of_two_that_overlap_the_last_one_restores_it() -> None:
+    first, second = uncollected(), uncollected()
+    with first:
+        with second:
+            assert not gc.isenabled()
+        assert not gc.isenabled(), "the outer one still opens a model"
+    assert gc.isenabled()
+    first, second = uncollected(), uncollected()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()

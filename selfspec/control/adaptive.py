@@ -174,7 +174,7 @@ class Adaptive(Policy):
         self._has_decided = False
         if times.measured_plain is None:
             self._rounds_left = 0
-            return Plan(None, (0,) * count, num_rounds=PLAIN_ROUNDS[0], shadow=self._first_probe(times), speedup=1.0)
+            return Plan(None, (0,) * count, num_rounds=PLAIN_ROUNDS[0], speedup=1.0)
         plain_in = times.plain_at + PLAIN_WINDOWS * window(times.plain_seconds) - self._all_times.seconds
         if plain_in <= 0:
             self._rounds_left = 0
@@ -221,21 +221,17 @@ class Adaptive(Policy):
             plans.append(Plan(None, none, shadow=ShadowPlan(tuple(self._layers), (0,), 1)))
         return plans
 
-    def _first_probe(self, times: Times) -> ShadowPlan | None:
-        """Without a prior, a probe at the end of the first plain rounds, so that the first decision has evidence."""
-        if self._has_prior or self._probed or not self._layers or self.costs.recorded is not None:
-            return None
-        plain, count = times.plain_seconds, times.num_rows
-        self.ledger = self.ledger._replace(plain_seconds=plain)
-        self._probed = self._could_pay = self._candidates(times).could_pay(self._layers, count / plain)
-        return self._probe(count) if self._until_probe() <= 0 else None
-
     def _until_probe(self) -> int:
         """Rounds until a probe of layers that do not draft but could be faster is due, and covered if none drafts."""
         if not self._probed:
             return MOST_ROUNDS
-        short = self._probe_price(self._probed, math.ceil(1 + self.decision.length)) - self.ledger.balance
-        return max(self._probe_in, math.ceil(short / (SHARE * self.ledger.plain_seconds)))
+        price, ledger = self._probe_price(self._probed, math.ceil(1 + self.decision.length)), self.ledger
+        if price <= ledger.balance:
+            return self._probe_in
+        if price > ledger.most:
+            return MOST_ROUNDS  # it is never covered
+        wait = math.ceil((price - ledger.balance) / (SHARE * ledger.plain_seconds))
+        return max(self._probe_in, PROBE_EVERY[0], wait)
 
     def _probe(self, num_rows: int) -> ShadowPlan:
         """A probe of as many rows as the ledger covers, of at least one."""

@@ -271,3 +271,12 @@ def test_a_row_with_processors_is_noticed_whoever_left():
         tell(policy, *(row_round(row, 0, 0) for row in (rows[0], second)), plan=replace(plan, exit_layer=None))
         decisions.append(policy.decision)
     assert decisions[1] is decisions[0] and decisions[2] is not decisions[0]
+
+
+def test_a_probe_that_is_never_covered_cuts_no_program():
+    costs = even_costs()
+    costs = replace(costs, shadow_picks=Table.of({1: 8.52e-3, 64: 8.6e-3}))  # more than the largest balance
+    policy = Adaptive(costs, drafters=["exit"])
+    done = play(policy, costs, 2000, right=lambda plan, n: 0, most=3)
+    assert all(one.plan.shadow is None for one in done)
+    assert sum(one.is_first for one in done[-1000:]) < 50
