@@ -277,6 +277,6 @@ def test_a_probe_that_is_never_covered_cuts_no_program():
     costs = even_costs()
     costs = replace(costs, shadow_picks=Table.of({1: 8.52e-3, 64: 8.6e-3}))  # more than the largest balance
     policy = Adaptive(costs, drafters=["exit"])
-    done = play(policy, costs, 2000, right=lambda plan, n: 0, most=3)
+    done = play(policy, costs, 4000, right=lambda plan, n: 0, most=3)
     assert all(one.plan.shadow is None for one in done)
     assert sum(one.is_first for one in done[-1000:]) < 50
