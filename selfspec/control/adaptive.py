@@ -277,7 +277,8 @@ class Adaptive(Policy):
             self._probe_interval = PROBE_EVERY[0]
         self._interval = FIRST if is_other else min(2 * self._interval, MOST_ROUNDS)
         exit_layer = self.decision.exit_layer
-        if exit_layer is not None and self.tracker.num_lasting(exit_layer) < MIN_PICKS:
+        is_unknown = exit_layer is not None and self.tracker.num_lasting(exit_layer) < MIN_PICKS
+        if is_unknown and self.ledger.covers_layers:  # it drafts, so there will be observations
             self._rounds_left = UNKNOWN_ROUNDS
         else:
             self._pause = math.ceil(self._decision_seconds / (DECISION_SHARE * plain))
