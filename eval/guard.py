@@ -3,9 +3,9 @@
 A cell is a model, a number of threads and of rows, a kind of text, a temperature, and whether the policy has decoded
 before: "cold" begins every time without statistics, "warm" goes on with those of the text before. A cell decodes
 batches of questions plainly and by the default policy in turns, each first every other time, until the 95 % interval of
-the ratio of their times is narrow enough. Times are of decoding, without reading the prompts. Cells that do not become
-narrow in time are undecided, which does not pass. Outputs are compared, too. A run that was stopped is resumed by the
-same command. Cells in virtual time follow, see `eval.guard_virtual`.
+the ratio of their times is narrow enough or lies above the floor. Times are of decoding, without reading the prompts.
+Cells that do not become narrow in time are undecided, which does not pass. Outputs are compared, too. A run that was
+stopped is resumed by the same command. Cells in virtual time follow, see `eval.guard_virtual`.
 
 For models with random weights a text is scripted: predicted outputs (`SamplingParams.prediction`) of whose tokens a
 given share is right.
@@ -85,6 +85,10 @@ class GuardConfig:
         for name in self.starts:
             check_known("start", name, (COLD, WARM))
         check(bool(self.texts) and all("=" in text for text in self.texts), "texts", "NAME=FILE", list(self.texts))
+
+    def floor(self, start: str) -> float:
+        """The least ratio of a cell that passes."""
+        return self.least_cold if start == COLD else self.least
 
 
 class Cell(NamedTuple):
@@ -181,7 +185,7 @@ class Session(Resumable[GuardConfig]):
         config, lines, means = self.config, [], []
         for cell, found in sorted(self.found.items(), key=lambda item: item[1].interval[0]):
             mean, low, high = found.interval
-            verdict = found.verdict(config.least_cold if cell.start == COLD else config.least, config.half_width)
+            verdict = found.verdict(config.floor(cell.start), config.half_width)
             figures = f"{mean:.3f}", f"{low:.3f}..{high:.3f}", f"{min(found.ratios):.2f}", str(len(found.ratios))
             lines.append([*map(str, cell), *figures, verdict])
             means.append((" ".join(map(str, cell)), mean, low, high))
@@ -229,8 +233,8 @@ def measured(llm: LLM, cell: Cell, config: GuardConfig) -> Found:
             done = {id(one): _decoded(one, batch, cell, config.tokens, number, predictions) for one in pair}
         (seconds, wanted), (own, tokens) = done[id(plain)], done[id(policy)]
         found = Found([*found.ratios, seconds / own], found.is_equal and tokens == wanted)
-        enough = number + 1 >= FEWEST and found.half_width <= config.half_width
-        if enough or perf_counter() - begun >= config.seconds:
+        decided = found.half_width <= config.half_width or found.interval[1] >= config.floor(cell.start)
+        if (number + 1 >= FEWEST and decided) or perf_counter() - begun >= config.seconds:
             return found
     raise AssertionError("unreachable")
 
