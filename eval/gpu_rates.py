@@ -23,7 +23,7 @@ from selfspec.decoding.engine import LLMEngine
 from selfspec.executors.cuda.body_choice import replay_seconds
 from selfspec.executors.cuda.device_work import current, fastest
 from selfspec.executors.cuda.fused_body import FusedBody
-from selfspec.executors.cuda.round_inputs import RoundRow
+from selfspec.executors.cuda.rounds import RoundRow
 from selfspec.model.split_model import SplitModel
 
 TEMPERATURE = 0.5  # of all rows but those of peers: the acceptance of greedy outputs differs from the set one by 0.1

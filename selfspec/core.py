@@ -536,7 +536,7 @@ class Plan:
     least one round runs.
 
     Both stop rules (`min_confidence`, `stop`) end a row's draft after a token. They never withdraw that token, which
-    would bias sampled output.
+    would bias sampled output. Recorded rounds (CUDA) have neither stop rules nor `alternatives`.
 
     Args:
         exit_layer: number of layers that draft. None: plain decoding. 0 (`LOOKUP`): every row drafts the tokens that

@@ -20,12 +20,11 @@ from selfspec.control.costs import CONTEXT, Costs, Table
 from selfspec.core import Plan
 from selfspec.executors.cuda.capture import Body, CannotCapture, Recording
 from selfspec.executors.cuda.device_work import TICK, fastest
-from selfspec.executors.cuda.round_inputs import RoundRow
-from selfspec.executors.cuda.shapes import Shape, token_capacity
-from selfspec.executors.cuda.static_rows import LayersInputs, StaticRows
+from selfspec.executors.cuda.rounds import RoundRow, StaticRows, token_capacity
 from selfspec.executors.picker import Picker
 from selfspec.kernels.layout import SamplingTensors
-from selfspec.model.kv_cache import Span
+from selfspec.model.attention_backends import layout_of
+from selfspec.model.kv_cache import PackedRows, Span
 from selfspec.progress import report
 
 PAGE = 64  # page size in tokens
@@ -149,14 +148,13 @@ class _Measurement:
         """Seconds of layers [start, stop), head and picks over `width` tokens per row."""
         count = rows * width
         given = self._states(count) if start else torch.zeros(count, dtype=torch.int64, device=self.split.device)
-        longest = token_capacity(context + width, self.cache.num_pages * PAGE)
-        inputs = LayersInputs(Shape(count, rows, width, longest), self.cache, given.clone())
-        inputs.fill([Span(pages, context, width) for pages in self.pages[rows]], given)
+        spans = [Span(pages, context, width) for pages in self.pages[rows]]
+        layout = layout_of(PackedRows(self.cache, spans, self.split.device))
+        layout = layout._replace(most_tokens=token_capacity(context + width, self.cache.capacity))
         sampling, at = self._sampling(count), () if exit_layer is None else (exit_layer,)
 
         def body() -> tuple[Tensor, ...]:
-            static = StaticRows(self.cache, inputs.layout, self.runner.kernels)
-            hidden = self.split.run_here(static, start, stop, inputs.given)
+            hidden = self.split.run(StaticRows(self.cache, layout, self.runner.kernels), start, stop, given)
             return (self.runner.kernels.pick(self.split.logits(hidden, *at), sampling)[0],)
 
         return self.seconds(body)

@@ -217,8 +217,6 @@ class Adaptive(Policy):
             for exit_layer in self._layers:
                 for length in recorded_lengths(longest, self._most):
                     plans.append(Plan(exit_layer, (length,) * num_rows, draft_vocab=drafter.draft_vocab))
-        if self._layers:
-            plans.append(Plan(None, none, shadow=ShadowPlan(tuple(self._layers), (0,), 1)))
         return plans
 
     def _until_probe(self) -> int:
@@ -271,8 +269,6 @@ class Adaptive(Policy):
         self._rows = self._in_ledger  # last, so that an interrupted decision is made again
         self._set_layers_price(plain)
         self._probed = tuple([layer for layer in self._could_pay if layer != self.decision.exit_layer])
-        if self.costs.recorded is not None and self._probed:  # one recording serves all probes, which do not draft
-            self._probed = tuple(self._layers)
         if before != self.decision.exit_layer:
             self._probe_interval = PROBE_EVERY[0]
         self._interval = FIRST if is_other else min(2 * self._interval, MOST_ROUNDS)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from selfspec.control.plan import ShadowPlan
 from selfspec.core import RowRound
-from selfspec.executors.draft_picks import DraftPicker
 from selfspec.executors.masks import mask_of, penalty_of
 from selfspec.executors.penalties import Penalties
 from selfspec.executors.picker import Picker
@@ -24,11 +23,20 @@ def _starts(outputs: list[RowRound]) -> list[int]:
     return list(accumulate(sizes[:-1], initial=0))
 
 
-def add_divergences(outputs: list[RowRound], chooser: DraftPicker, scores: Tensor) -> None:
-    """Report KL(target || draft) at the judged positions, from the target's scores `[N, vocab]`."""
-    for i, (at, output) in enumerate(zip(_starts(outputs), outputs, strict=True)):
+def add_divergences(outputs: list[RowRound], drafts: abc.Sequence[abc.Sequence[Tensor]], scores: Tensor) -> None:
+    """Report KL(target || draft) in nats at the judged positions.
+
+    Args:
+        drafts: per row, the draft's logits `[vocab]` at its positions.
+        scores: `[N, vocab]`, what the target picked from.
+    """
+    for at, output, draft in zip(_starts(outputs), outputs, drafts, strict=True):
         judged = min(output.num_chain_accepted + 1, output.num_drafted)
-        output.divergences = chooser.divergences(i, scores[at : at + judged]) if judged else ()
+        if judged:
+            log_p = scores[at : at + judged].log_softmax(-1)
+            log_q = torch.stack([*draft[:judged]]).log_softmax(-1)
+            terms = torch.where(log_p > float("-inf"), log_p.exp() * (log_p - log_q), 0.0)  # banned tokens say nothing
+            output.divergences = tuple(terms.sum(-1).tolist())
 
 
 def add_shadow_picks(

@@ -91,13 +91,6 @@ class DraftPicker:
             return members if plan.stop.goes_on([self._survival[i] for i in members]) else []
         return [i for i, confidence in zip(members, confidences, strict=True) if confidence >= plan.min_confidence]
 
-    def divergences(self, row: int, target: Tensor) -> tuple[float, ...]:
-        """KL(target || draft) in nats at the row's first drafted positions, given the target's logits `[n, vocab]`."""
-        log_p = target.log_softmax(-1)
-        log_q = torch.stack(self.logits[row][: len(target)]).log_softmax(-1)
-        terms = torch.where(log_p > float("-inf"), log_p.exp() * (log_p - log_q), 0.0)  # banned tokens say nothing
-        return tuple(terms.sum(-1).tolist())
-
     def branches(self, row: int, length: int) -> list[Branch]:
         """The alternatives to a row's `length` drafted tokens that are worth drafting, in their order."""
         rule = self._plan.alternatives

@@ -27,7 +27,7 @@ from selfspec.model.split_model import Taps
 
 
 class EagerExecutor(Executor):
-    """Runs every stage as torch operations; layers run as the split model has them, by recordings where it has them."""
+    """Runs every stage as torch operations; layers run as the split model has them."""
 
     def serves(self, rows: list[Sequence], plan: Plan) -> bool:
         return True
@@ -59,7 +59,7 @@ class EagerExecutor(Executor):
             for output, confidences in zip(outputs, chooser.confidences, strict=True):
                 output.confidences = tuple(confidences)
         if chooser is not None and plan.keep_divergence:
-            add_divergences(outputs, chooser, scores)
+            add_divergences(outputs, chooser.logits, scores)
         taps: list[Tensor] = []
         seconds.lap("rest")
         if plan.shadow is not None:

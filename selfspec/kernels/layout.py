@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -31,6 +32,16 @@ class Layout(NamedTuple):
     positions: Tensor  # int64 [N], its position
     most_new: int  # upper bound of `counts`
     most_tokens: int  # upper bound of `lengths`
+
+
+def padded(layout: Layout, count: int) -> Layout:
+    """The layout with padding after its last place, `count` places in all."""
+
+    def filled(values: Tensor, padding: int) -> Tensor:
+        return torch.cat([values, values.new_full((count - len(values),), padding)])
+
+    rows, slots, positions = filled(layout.rows, -1), filled(layout.slots, -1), filled(layout.positions, 0)
+    return layout._replace(rows=rows, slots=slots, positions=positions)
 
 
 class SamplingTensors(NamedTuple):

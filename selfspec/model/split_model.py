@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -98,7 +98,7 @@ class SplitModel:
         )
         """The attention backend."""
         self.runner: Any = None
-        """A `selfspec.executors.cuda.runner.Runner`, which replays CUDA graphs of layers and rounds; or None."""
+        """A `selfspec.executors.cuda.runner.Runner`, which replays CUDA graphs of rounds; or None."""
         linear = self._twin.get_output_embeddings() if self.ranks is None else None
         self._short = ShortHead.of(self._head, linear)
         self.others = sample_of(0, self.device) if self._short is None else self._short.others
@@ -110,6 +110,8 @@ class SplitModel:
         """Adapters of early hidden states before norm and head; None: there are none."""
         self.head_rows: RowCounts | None = None
         """The numbers of rows with which the head runs in exact mode, see `selfspec.executors.cuda.exact`."""
+        self.exact: Callable[..., Tensor] | None = None
+        """What `run` does outside of recordings in exact mode; None: another mode."""
         self.wide = 0
         """In exact mode, tokens of a block of a prompt; 0: another mode."""
 
@@ -208,11 +210,14 @@ class SplitModel:
         Returns:
             Hidden states `[N, hidden_size]`; after the final norm when `stop` is the number of layers, else before it.
         """
-        if self.runner is not None:
-            done = self.runner.run(rows, start, stop, given, taps)
-            if done is not None:
-                return done
-        return self.run_here(rows, start, stop, given, taps)
+        if rows.attend is None:
+            rows.attend = self.attention.attend
+        if self.exact is not None and not rows.is_static:
+            return self.exact(rows, start, stop, given, taps)
+        body = self.recorded if rows.is_static else self.compiled
+        if body is not None:
+            return body.run(rows, start, stop, given, taps)
+        return self.run_views(rows, start, stop, given, taps)
 
     def new_cache(self, num_pages: int, page_size: int) -> PagedCache:
         """Make a KV cache for this split model."""
@@ -220,15 +225,6 @@ class SplitModel:
             return PagedCache(num_pages, page_size, self.num_layers, rounds=self.rounds)
         made: PagedCache = self.runner.new_cache(num_pages, page_size)
         return made
-
-    def run_here(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None = None) -> Tensor:
-        """Do what `run` does without CUDA graphs."""
-        if rows.attend is None:
-            rows.attend = self.attention.attend
-        body = self.recorded if rows.is_static else self.compiled
-        if body is not None:
-            return body.run(rows, start, stop, given, taps)
-        return self.run_views(rows, start, stop, given, taps)
 
     def run_views(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None = None) -> Tensor:
         """Do what `run` does by the model's own modules. `rows` has an attention function."""

@@ -8,24 +8,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from selfspec.core import LOOKUP, Plan
 from selfspec.executors.cuda.graphs import Storages
-from selfspec.executors.cuda.shapes import LEAST_HELD, NEW, SLOTS, TOKENS, shape_of
-from selfspec.model.kv_cache import Span, Tree
+from selfspec.executors.cuda.rounds import LEAST_HELD, MAX_PLACES, MAX_WIDTH, SLOTS
+from tests.cuda.standin import runner_of
+from tests.models import tiny
 
 
-@given(st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 20)), min_size=1, max_size=140))
-def test_a_call_fits_into_its_shape(rows):
-    spans = [Span((0,), start, length) for start, length in rows]
-    shape, tokens = shape_of(spans, 6000), sum(length for _, length in rows)
-    if tokens > TOKENS[-1] or len(rows) > SLOTS[-1] or max(length for _, length in rows) > NEW[-1]:
-        assert shape is None
+@given(st.integers(1, 300), st.integers(1, 5990), st.integers(0, 20), st.sampled_from([None, LOOKUP, 2]))
+def test_a_round_fits_into_its_key(num_rows, most, longest, exit_layer):
+    """Longer drafts than a recording holds are cut; more rows than it drafts for decode plainly."""
+    runner = runner_of(tiny("llama").split, max_rows=32)
+    key = runner._round_key(num_rows, most, longest if exit_layer is not None else 0, 6000, Plan(exit_layer, (0,)))
+    if num_rows > SLOTS[-1] or (num_rows > 32 and key is None):
+        assert key is None
         return
-    assert tokens <= shape.tokens < max(2 * tokens, 3)
-    assert len(rows) <= shape.slots < 2 * len(rows) + 1
-    assert max(length for _, length in rows) <= shape.most_new
-    most = max(start + length for start, length in rows)
-    assert most <= shape.most_tokens <= min(6000, max(LEAST_HELD, 2 * most - 1))
-    assert shape_of([Span((0,), 4, 3, Tree((-1, 0, 0))), *spans], 6000) is None, "trees run eagerly"
+    assert num_rows <= key.slots < 2 * num_rows + 1
+    drafted = min(longest, MAX_WIDTH - 1, MAX_PLACES // key.slots - 1) if exit_layer is not None else 0
+    assert drafted < key.width <= max(2 * drafted, 1) and (key.exit_layer == 0 or key.width == drafted + 1)
+    assert key.has_states == (key.width == 1), "what probes read costs plain rounds nothing"
+    held = most + key.width - 1
+    assert min(6000, held) <= key.most_tokens <= min(6000, max(LEAST_HELD, 4 * held - 1))
 
 
 def test_pages_are_lent_again_once_their_user_is_gone():

@@ -65,7 +65,7 @@ def run(target, prompts, policy, batch, keep_logits, seed=0, chunk=512, page_siz
     ids=["rounds", "layers"],
 )
 def test_tokens_and_logits_are_those_of_plain_decoding_alone(family, dtype, make, batch, chunk, page_size, keep_logits):
-    """Whole rounds, and segments where logits are kept."""
+    """By the record of rounds, and by their hidden states where logits are kept."""
     made = target(family, dtype)
     runner = made.exact_split.runner
     before = runner.graphs.num_recorded

@@ -14,8 +14,8 @@ from selfspec import SamplingParams
 from selfspec.executors.cuda.body_choice import MAX_ROUNDINGS, ROUNDING, layers_error
 from selfspec.executors.cuda.fused_body import FusedBody
 from selfspec.executors.cuda.packed_linear import PackedLinear
+from selfspec.executors.cuda.rounds import StaticRows
 from selfspec.executors.cuda.runner import install
-from selfspec.executors.cuda.static_rows import StaticRows
 from selfspec.kernels.suite import REFERENCE
 from selfspec.model.kv_cache import PagedCache
 from selfspec.model.split_model import SplitModel
@@ -71,7 +71,7 @@ def test_hidden_states_are_those_of_the_views(family, dtype):
     for layout, _ in layouts():
         tokens, live = given_tokens(layout), real(layout)
         results = []
-        for run, cache in zip((split.run_here, body.run), caches, strict=True):
+        for run, cache in zip((split.run, body.run), caches, strict=True):
             taps = {1: None, 2: None, 3: None, 4: None}
             rows = [StaticRows(cache, layout, REFERENCE) for _ in range(3)]
             early = run(rows[0], 0, 1, tokens, taps)
@@ -366,13 +366,13 @@ def test_fused_layers_that_are_wrong_here_are_not_used(caplog, wrong):
 # ------------------------------------------------------------------------------------------------------------- decoding
 
 
-@pytest.mark.parametrize(("family", "max_rows"), [slow(one, size) for one in FAMILIES for size in (0, 8)])
-def test_tokens_are_those_of_the_ordinary_engine(family, max_rows):
+@pytest.mark.parametrize("family", [slow(one) for one in FAMILIES])
+def test_tokens_are_those_of_the_ordinary_engine(family):
     prompts = make_prompts([3, 20, 11])
     model = build(family)
     params = SamplingParams(max_tokens=12)
     wanted = decode(Target(model), prompts, Schedule(3, 4), params)
-    target = with_runner(Target(model), max_rows=max_rows, packing="copy")
+    target = with_runner(Target(model), packing="copy")
     assert tokens_of(decode(target, prompts, Schedule(3, 4), params)) == tokens_of(wanted)
     runner = target.split.runner
     assert runner.refused is None and runner.graphs.num_recorded > 0

@@ -12,7 +12,7 @@ from selfspec import SamplingParams
 from selfspec.decoding.prefix_store import state_of
 from selfspec.executors.cuda.capture import CannotCapture
 from selfspec.executors.cuda.device_work import DeviceWork
-from selfspec.executors.cuda.round_inputs import HostRecords
+from selfspec.executors.cuda.rounds import HostRecords
 from selfspec.kernels.layout import SamplingTensors
 from tests.cuda.standin import runner_of, with_runner
 from tests.cuda.tape import Failing

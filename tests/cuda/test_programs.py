@@ -11,9 +11,9 @@ import pytest
 
 from selfspec import SamplingParams
 from selfspec.control.ledger import Ledger
-from selfspec.control.plan import NUM_LOOKUP_BINS, NUM_MATCH_BINS, SOURCES, LookupTable, always
+from selfspec.control.plan import NUM_LOOKUP_BINS, NUM_MATCH_BINS, SOURCES, LookupTable, ShadowPlan, always
 from selfspec.core import LOOKUP
-from selfspec.executors.cuda import shapes
+from selfspec.executors.cuda import rounds as module
 from selfspec.executors.cuda.rounds import RecordedRounds
 from selfspec.executors.eager import EagerExecutor
 from selfspec.kernels.suite import REFERENCE
@@ -71,8 +71,8 @@ def test_rows_near_their_ends_take_no_recordings_of_their_own():
 
 
 def test_a_plan_goes_on_with_another_recording_where_one_has_no_capacity_for_longer_rows(monkeypatch):
-    monkeypatch.setattr(shapes, "LEAST_HELD", 16)
-    monkeypatch.setattr(shapes, "HELD_FACTOR", 2)
+    monkeypatch.setattr(module, "LEAST_HELD", 16)
+    monkeypatch.setattr(module, "HELD_FACTOR", 2)
     made, target = recorded(Always(2, 3, num_rounds=99), requests(3, ends=False), max_num_cached_tokens=256)
     first = [round_.round_index for round_ in made.rounds].index(0, 1)
     assert any(row.finish_reason for round_ in made.rounds[:first] for row in round_.rows), "a plan ends with a row"
@@ -180,12 +180,6 @@ OTHERS = (
 )  # fmt: skip
 
 
-def only_processed(self, rows, draft, honest=EagerExecutor.round):
-    """Rounds that are not recorded are those of rows that recordings do not draft for."""
-    assert draft.plan.exit_layer and all(row.needs_vocabulary for row in rows)
-    return honest(self, rows, draft)
-
-
 @pytest.mark.parametrize("exit_layer", [None, LOOKUP, 2])
 def test_rows_whose_picks_the_host_makes_share_the_recording(launches, monkeypatch, exit_layer):
     asked, wanted = [], []
@@ -195,7 +189,7 @@ def test_rows_whose_picks_the_host_makes_share_the_recording(launches, monkeypat
         [output] = decode(tiny("llama"), [request(prompt * 2, params)])
         asked.append((request(prompt * 2, params), output.token_ids))
         wanted.append(output)
-    monkeypatch.setattr(EagerExecutor, "round", only_processed)
+    monkeypatch.setattr(EagerExecutor, "round", None)
     made, _ = recorded(Always(exit_layer, 2, num_rounds=6), asked)
     assert launches["all"] >= len(made.rounds)
     assert any(row.num_accepted for round_ in made.rounds for row in round_.rows) or exit_layer is None
@@ -213,6 +207,36 @@ def test_a_row_that_ends_leaves_the_round_in_flight_to_the_others():
     after = [rounds[at + 1] for at in ends[:-1] if rounds[at + 1].round_index]
     assert after and all(round_.rows and all(row.token_ids for row in round_.rows) for round_ in after)
     assert rounds[-1].rows, "no round of rows that have all ended"
+
+
+# ------------------------------------------------------------------------------------- what the host reads of states
+
+
+@pytest.mark.parametrize(
+    ("policy", "own", "num_recordings"),
+    [
+        (Always(None, 0, shadow=ShadowPlan((1, 2, 3), (0,), 1)), {"repetition_penalty": 1.4, "temperature": 0.7}, 1),
+        (Always(2, 3, shadow=ShadowPlan((1, 3), (0,), 4, exact=True)), {"temperature": 0.9, "top_k": 9}, 2),
+        (Always(2, 3, keep_divergence=True), {"temperature": 0.9}, 2),
+    ],
+    ids=["plain", "drafted", "divergences"],
+)
+def test_probes_and_divergences_of_recorded_rounds_are_those_of_eager_ones(policy, own, num_recordings, monkeypatch):
+    """A probe in plain rounds takes no recording of its own."""
+    [prompt], target, seen = make_prompts([9]), with_runner(Target(build("llama"), backend="views")), []
+    for one in (Target(build("llama"), backend="views"), target):
+        if one is target:
+            monkeypatch.setattr(EagerExecutor, "round", None)
+        made = run(one, [request(prompt, SamplingParams(max_tokens=15, **own))], policy, page_size=16)
+        seen.append([row for round_ in made.rounds for row in round_.rows])
+    for mine, wanted in zip(*seen, strict=True):
+        assert (mine.token_ids, mine.drafted) == (wanted.token_ids, wanted.drafted)
+        assert mine.divergences == pytest.approx(wanted.divergences, abs=1e-4)
+        if wanted.shadow is not None:
+            assert mine.shadow.hits.tolist() == wanted.shadow.hits.tolist()
+            assert mine.shadow.confidences == pytest.approx(wanted.shadow.confidences, abs=1e-4)
+    assert any(row.shadow if policy.made.shadow else row.divergences for row in seen[1])
+    assert target.split.runner.graphs.num_recorded <= num_recordings
 
 
 # --------------------------------------------------------------------------------------------------------- mutations

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from selfspec.executors.cuda.capture import CannotCapture
-from selfspec.executors.cuda.static_rows import StaticRows
+from selfspec.executors.cuda.rounds import StaticRows
 from selfspec.kernels.suite import REFERENCE
 from selfspec.model.kv_cache import PagedCache
 from tests.cuda.tape import Tape

@@ -17,8 +17,7 @@ from selfspec.decoding.outputs import SpecStats
 from selfspec.decoding.stopping import Stopper
 from selfspec.drafting.early_exit import draft_by_exit
 from selfspec.executors import accept, eager
-from selfspec.executors.cuda.round_inputs import RoundInputs
-from selfspec.executors.cuda.whole_round import WholeRound
+from selfspec.executors.cuda.rounds import RoundInputs, WholeRound
 from selfspec.executors.penalties import Penalties
 from selfspec.executors.picker import Picker
 from selfspec.kernels.suite import REFERENCE

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton.runtime import interpreter
 
-from selfspec.executors.cuda.shapes import token_capacity
+from selfspec.executors.cuda.rounds import token_capacity
 from selfspec.kernels import paged_attention, reference
 from selfspec.kernels.attention_splits import Device, tiling_of
 from tests.kernels import samples

@@ -17,9 +17,10 @@ from selfspec.executors.cuda.capture import Recording
 from selfspec.executors.cuda.device_work import fastest
 from selfspec.executors.cuda.fused_body import FusedBody
 from selfspec.executors.cuda.packed_linear import Packing
-from selfspec.executors.cuda.shapes import Shape
-from selfspec.executors.cuda.static_rows import LayersInputs, StaticRows
-from selfspec.model.kv_cache import PagedCache, Span
+from selfspec.executors.cuda.rounds import StaticRows, token_capacity
+from selfspec.kernels.layout import padded
+from selfspec.model.attention_backends import layout_of
+from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.llama_weights import LlamaWeights
 
 _log = logging.getLogger("selfspec")
@@ -33,7 +34,7 @@ CALLS = (  # two ragged rows, then what follows them
     (Span([2, 0], 0, 7), Span([1, 3], 0, 14)),
     (Span([2, 0], 7, 1), Span([1, 3], 14, 5)),
 )
-CALL_SHAPE = Shape(24, 4, 16, 2 * PAGE)  # more places and slots than the calls have
+PLACES = 24  # more than the calls have tokens
 CONTEXT = 64  # tokens before the one that is measured
 REPEATS, REPLAYS = 3, 10  # measurements, and replays in each
 
@@ -130,12 +131,11 @@ def layers_error(split: Any, body: FusedBody) -> float:
     for spans in CALLS:
         count = sum(span.length for span in spans)
         tokens = torch.randint(0, vocab, (count,), generator=rng).to(split.device)
-        inputs = LayersInputs(CALL_SHAPE, caches[0], tokens.new_zeros(CALL_SHAPE.tokens))
-        inputs.fill(spans, tokens)
-        whole, views, fused = (StaticRows(cache, inputs.layout, body.kernels) for cache in caches)
+        given = torch.cat([tokens, tokens.new_zeros(PLACES - count)])
+        layout = padded(layout_of(PackedRows(caches[0], spans, split.device)), PLACES)
+        whole, views, fused = (StaticRows(cache, layout, body.kernels) for cache in caches)
         states: dict[int, Tensor | None] = dict.fromkeys(range(1, split.num_layers + 1))
-        split.run_views(whole, 0, split.num_layers, inputs.given, states)
-        given = inputs.given
+        split.run_views(whole, 0, split.num_layers, given, states)
         for depth in range(split.num_layers):
             if depth:
                 before, hidden = states[depth], states[depth + 1]
@@ -169,12 +169,11 @@ def _token_seconds(split: Any, runner: Any, measure: Measure) -> float:
     """The seconds of a plain token, from a recording of all layers and the head as they are run now."""
     cache = runner.new_cache(1, 2 * CONTEXT)
     token = torch.zeros(1, dtype=torch.int64, device=split.device)
-    inputs = LayersInputs(Shape(1, 1, 1, cache.capacity), cache, token)
-    inputs.fill([Span([0], CONTEXT, 1)], token.clone())
+    layout = layout_of(PackedRows(cache, [Span([0], CONTEXT, 1)], split.device))
+    layout = layout._replace(most_tokens=token_capacity(CONTEXT, cache.capacity))
 
     def body() -> tuple[Tensor, ...]:
-        rows = StaticRows(cache, inputs.layout, runner.kernels)
-        return (split.logits(split.run_here(rows, 0, split.num_layers, inputs.given)),)
+        return (split.logits(split.run(StaticRows(cache, layout, runner.kernels), 0, split.num_layers, token)),)
 
     with torch.inference_mode():
         return measure(runner.graphs.capture.record(body), split.device)

@@ -1,6 +1,6 @@
 """Exact mode on CUDA: results for a token depend, bit for bit, on it and the tokens before it alone.
 
-All calls run fused layers, from recordings where there are any. Products run in constant shapes where their rounding
+All calls run fused layers, those of rounds from recordings. Products run in constant shapes where their rounding
 depends on shapes, and attention sums over fixed parts of a row, see `exact_body`. Tokens of a prompt that fill blocks
 of `WIDE` positions run in such blocks. Which ones depends on their positions only, not on the chunks of the prefill. So
 two rows may share a page if their tokens are equal up to its end, and the same of these positions are in wide blocks.
@@ -18,9 +18,9 @@ from selfspec.errors import UnsupportedModelError
 from selfspec.executors.cuda.body_choice import MAX_ROUNDINGS, layers_error, packing_of
 from selfspec.executors.cuda.exact_body import ExactBody, with_fixed_order
 from selfspec.executors.cuda.fused_body import FusedBody
+from selfspec.executors.cuda.rounds import StaticRows
 from selfspec.executors.cuda.runner import Runner
 from selfspec.executors.cuda.self_check import round_problem
-from selfspec.executors.cuda.static_rows import StaticRows
 from selfspec.model.attention_backends import layout_of
 from selfspec.model.fingerprint import hidden_size_of
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span, tensor_of
@@ -81,8 +81,6 @@ def _problem_of(split: SplitModel, runner: ExactRunner, checked: Sequence[int]) 
 class ExactRunner(Runner):
     """A runner of an exact split. It shares recordings' memory with the runner of the source.
 
-    It never leaves a call to the split model.
-
     Args:
         split: a copy of `source`, which is set up for exact mode.
         rows, wide: see `exact_split`.
@@ -101,39 +99,31 @@ class ExactRunner(Runner):
             self.wide = ExactBody(body, with_fixed_order(given.kernels, is_wide=True), wide, free=False)
             hidden = torch.randn(MULTIPLES * rows, hidden_size_of(split), generator=torch.Generator().manual_seed(0))
             split.head_rows = measured(source.logits, hidden.to(split.device, split.dtype), rows)
-        split.wide, split.recorded = wide, self.narrow
+        split.wide, split.recorded, split.exact = wide, self.narrow, self.run
 
     def run(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None = None) -> Tensor:
         """See `SplitModel.run`."""
         first, rest = parts_of(rows, self.split.wide)
         if not first:
-            return self._run_narrow(rows, start, stop, given, taps)
+            return _run(self.narrow, rows, start, stop, given, taps)
         inner = [depth for depth in taps or {} if start < depth <= stop]
         parts = list[tuple[Tensor, Tensor, Taps]]()  # indices, hidden states, taps
-        calls = [(self._run_wide, *call) for call in cut(first, self.split.wide)]
+        calls = [(self.wide, *call) for call in cut(first, self.split.wide)]
         if rest:
             index = [at + i for span, at in rest for i in range(span.length)]
-            calls.append((self._run_narrow, [span for span, _ in rest], index))
-        for run, spans, index in calls:
+            calls.append((self.narrow, [span for span, _ in rest], index))
+        for body, spans, index in calls:
             place, seen = tensor_of(index, given.device), Taps(dict.fromkeys(inner))
             packed = PackedRows(rows.cache, spans, rows.device)
-            parts.append((place, run(packed, start, stop, given[place], seen or None), seen))
+            parts.append((place, _run(body, packed, start, stop, given[place], seen or None), seen))
         if taps is not None:
             taps.update({depth: _joined([(place, seen[depth]) for place, _, seen in parts]) for depth in inner})
         return _joined([(place, hidden) for place, hidden, _ in parts])
 
-    def _run_wide(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None) -> Tensor:
-        return self._run_eagerly(self.wide, rows, start, stop, given, taps)
 
-    def _run_narrow(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None) -> Tensor:
-        done = super().run(rows, start, stop, given, taps)
-        return self._run_eagerly(self.narrow, rows, start, stop, given, taps) if done is None else done
-
-    def _run_eagerly(
-        self, body: ExactBody, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None
-    ) -> Tensor:
-        with torch.no_grad():
-            return body.run(StaticRows(rows.cache, layout_of(rows), body.kernels), start, stop, given, taps)
+def _run(body: ExactBody, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None) -> Tensor:
+    with torch.no_grad():
+        return body.run(StaticRows(rows.cache, layout_of(rows), body.kernels), start, stop, given, taps)
 
 
 def _joined(parts: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:

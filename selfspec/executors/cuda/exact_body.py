@@ -13,8 +13,8 @@ from torch import Size, Tensor
 
 from selfspec.executors.cuda.fused_body import FusedBody
 from selfspec.executors.cuda.packed_linear import PackedLinear
-from selfspec.executors.cuda.static_rows import StaticRows
-from selfspec.kernels.layout import Layout
+from selfspec.executors.cuda.rounds import StaticRows
+from selfspec.kernels.layout import padded
 from selfspec.kernels.suite import Kernels
 from selfspec.model.kv_cache import PackedRows
 from selfspec.model.row_counts import MULTIPLES, RowCounts, fill_up, measured, random_rows
@@ -73,7 +73,7 @@ class ExactBody(FusedBody):
         filled = self._whole.filled(count)
         if filled == count:
             return super().run(rows, start, stop, given, taps)
-        rows = StaticRows(rows.cache, filled_layout(rows.layout, filled), self.kernels)
+        rows = StaticRows(rows.cache, padded(rows.layout, filled), self.kernels)
         hidden = super().run(rows, start, stop, fill_up(given, filled), taps)
         for depth, states in (taps or {}).items():
             if taps is not None and states is not None and start < depth <= stop:
@@ -87,15 +87,6 @@ class ExactBody(FusedBody):
                 x = random_rows(MULTIPLES * rows, linear.linears[0].weight)
                 found[_signature(linear)] = measured(linear, x, rows)
         return found
-
-
-def filled_layout(layout: Layout, count: int) -> Layout:
-    """The layout with padding after its last place, `count` places in all."""
-    return layout._replace(
-        rows=fill_up(layout.rows, count, -1),
-        slots=fill_up(layout.slots, count, -1),
-        positions=fill_up(layout.positions, count),
-    )
 
 
 def _signature(linear: PackedLinear) -> Signature:

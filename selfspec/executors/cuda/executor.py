@@ -11,10 +11,9 @@ from torch import Tensor
 
 from selfspec.core import Plan, RoundOutput, RowRound, Sequence, StageSeconds
 from selfspec.drafting.early_exit import PackedDraft
+from selfspec.executors.after_round import add_divergences, add_shadow_picks
 from selfspec.executors.base import Executor, RoundDraft, next_draft
-from selfspec.executors.cuda.round_inputs import RoundRow, RowResult
-from selfspec.executors.cuda.rounds import RecordedRounds
-from selfspec.executors.cuda.shapes import SLOTS
+from selfspec.executors.cuda.rounds import SLOTS, RecordedRounds, RoundRow, RowResult
 from selfspec.executors.eager import EagerExecutor
 from selfspec.executors.masks import mask_of
 from selfspec.executors.penalties import Penalties
@@ -24,13 +23,13 @@ from selfspec.kernels.layout import MOST_EOS
 class CudaExecutor(Executor):
     """Replays recorded rounds of the split model's runner.
 
-    It serves no plans with stop rules, shadow picks, divergences or second choices. What rows with penalties,
-    log-probabilities, grammars or logits processors get is picked on the host, from the recorded round's hidden states.
-    In rounds that layers draft, rows with grammars or processors are left to `fallback`: recordings draft without
-    these, and nearly all of such drafts would be rejected.
+    A recorded round drafts as many tokens as planned: stop rules and alternatives are left out. Where layers draft,
+    rows with grammars or processors draft nothing: recordings draft without these, and nearly all would be rejected.
+    Probes, divergences, and what rows with penalties, log-probabilities, grammars or processors get are computed on the
+    host from the hidden states that a recorded round returns.
 
     Args:
-        fallback: runs what cannot be recorded, because of its shape or of the model, and picks for such rows.
+        fallback: runs what cannot be recorded, because of its shape or of the model, and picks on the host.
     """
 
     times_stages = False
@@ -40,8 +39,8 @@ class CudaExecutor(Executor):
         self._fallback = fallback
 
     def serves(self, rows: list[Sequence], plan: Plan) -> bool:
-        """Whether the runner may record rounds of this plan; see `Executor.serves`."""
-        return self.split.runner is not None and _is_served(plan)
+        """Whether rounds may be recorded; see `Executor.serves`."""
+        return self.split.runner is not None
 
     def prepare(self, likely: Callable[[int], list[Plan]], max_rows: int) -> None:
         """Record the rounds of these plans; see `Executor.prepare` and `Runner.prepare`."""
@@ -52,7 +51,7 @@ class CudaExecutor(Executor):
         listed = [(rows, likely(rows)) for rows in counts if rows <= SLOTS[-1]]
         first = [(rows, plan) for rows, plans in listed for plan in plans[:1]]
         others = [(rows, plan) for rows, plans in listed for plan in plans[1:]]
-        runner.prepare(self.cache, [pair for pair in first + others if _is_served(pair[1]) or pair[1].shadow])
+        runner.prepare(self.cache, first + others)
 
     def run(self, rows: list[Sequence], plan: Plan, deadline: float) -> Iterator[RoundOutput]:
         """Run the rounds of a plan; see `Executor.run`.
@@ -60,7 +59,7 @@ class CudaExecutor(Executor):
         Where rows end by tokens or their length alone, the device runs a round while the caller adds the tokens of the
         one before. A draft by lookup or by grammar waits until the round in flight has ended.
         """
-        if plan.num_rounds == 1 or not all(map(_goes_on_alone, rows)):
+        if plan.num_rounds == 1 or _reads_states(plan) or not all(map(_goes_on_alone, rows)):
             yield from super().run(rows, plan, deadline)
             return
         seconds, num_left, latest = self.new_seconds(), plan.num_rounds, 0.0
@@ -101,45 +100,55 @@ class CudaExecutor(Executor):
 
     @torch.inference_mode()
     def round(self, rows: list[Sequence], draft: RoundDraft) -> RoundOutput:
-        """Run one round, of the rows that recordings draft for from one; see `Executor.round`."""
-        seconds, drafts = self.new_seconds(), draft.given is None and bool(draft.plan.exit_layer)
-        left = [at for at, row in enumerate(rows) if drafts and row.needs_vocabulary]
-        own = [at for at in range(len(rows)) if at not in left]
-        mine = [rows[at] for at in own]
-        rounds = self._begin(mine, _part(draft, own)) if own else None
+        """Run one round; see `Executor.round`."""
+        seconds, free = self.new_seconds(), _without_rows_that_need_vocabulary(rows, draft)
+        rounds = self._begin(rows, free)
         if rounds is None:
             return self._fallback.round(rows, draft)
+        plan = free.plan
+        layers = plan.shadow.layers if plan.shadow else (plan.exit_layer or 0,) if plan.keep_divergence else ()
+        on_host = [at for at, row in enumerate(rows) if _reads_states(plan) or _is_picked_on_host(row)]
         seconds.lap("control")
-        others = [at for at, row in enumerate(mine) if _is_picked_on_host(row)]
-        hidden = rounds.launch(others)  # the device runs it, while the host does this:
-        rest = self._fallback.round([rows[at] for at in left], _part(draft, left)).rows if left else []
-        for at in others:
-            mask_of(mine[at], ())
+        states = rounds.launch(on_host, layers)  # the device runs it, while the host does this:
+        for at in on_host:
+            mask_of(rows[at], ())
         done = rounds.take()
-        made = dict(zip([*own, *left], [*map(_row_round, mine, done), *rest], strict=True))
-        if hidden is not None:
-            picked = self._picked([mine[at] for at in others], [done[at] for at in others], hidden)
-            made |= {own[at]: output for at, output in zip(others, picked, strict=True)}
-        outputs = [made[at] for at in range(len(rows))]
-        draft.add_matches(outputs)
+        outputs = [*map(_row_round, rows, done)]
         seconds.lap("verify")
-        return _output(draft, outputs, seconds)
+        if states is not None:
+            some, results = [rows[at] for at in on_host], [done[at] for at in on_host]
+            picked = self._picked(some, results, states, plan, seconds)
+            for at, output in zip(on_host, picked, strict=True):
+                outputs[at] = output
+        free.add_matches(outputs)
+        return _output(free, outputs, seconds)
 
-    def _picked(self, rows: list[Sequence], done: list[RowResult], hidden: Tensor) -> list[RowRound]:
-        """What rows get whose picks the device does not know.
+    def _picked(
+        self, rows: list[Sequence], done: list[RowResult], states: Tensor, plan: Plan, seconds: StageSeconds
+    ) -> list[RowRound]:
+        """What rows get whose picks the device does not know, and what the plan wants to know of them.
 
         Args:
-            done: what it made of them.
-            hidden: `[rows, places, hidden_size]`, their last hidden states.
+            done: what the device made of them.
+            states: `[1 + layers, rows, places, hidden_size]`, the last hidden states, and those after the layers that
+                the plan asks for.
         """
         drafts = [one.drafted for one in done]
-        logits = self.split.logits(torch.cat([own[: len(one) + 1] for own, one in zip(hidden, drafts, strict=True)]))
+        packed = torch.cat([states[:, at, : len(one) + 1] for at, one in enumerate(drafts)], 1)
+        logits = self.split.logits(packed[0])
         fed = PackedDraft.given([row.token_ids[-1] for row in rows], drafts, self.split.device)
         positions = [row.num_tokens + n for row, one in zip(rows, drafts, strict=True) for n in range(len(one) + 1)]
         penalties = Penalties.of(rows, self.split.vocab_size, self.split.device)
-        outputs, _ = self._fallback.accept(rows, fed, logits, positions, penalties)
+        outputs, scores = self._fallback.accept(rows, fed, logits, positions, penalties)
         for output, one in zip(outputs, done, strict=True):
             output.confidences = one.confidences
+        seconds.lap("pick")
+        if plan.keep_divergence and plan.exit_layer:
+            by_row = self.split.logits(packed[-1], plan.exit_layer).split([len(one) + 1 for one in drafts])
+            add_divergences(outputs, by_row, scores)
+        if plan.shadow is not None:
+            add_shadow_picks(self.split, self.picker, plan.shadow, outputs, [packed[1:]], logits, penalties)
+            seconds.lap("shadow")
         return outputs
 
     def _begin(self, rows: list[Sequence], draft: RoundDraft) -> RecordedRounds | None:
@@ -170,10 +179,9 @@ class _Flight:
         return draft.given is None and draft.plan.exit_layer == self.draft.plan.exit_layer
 
 
-def _is_served(plan: Plan) -> bool:
-    """Whether recordings can hold rounds of the plan."""
-    is_plain = plan.min_confidence <= 0 and plan.stop is None and plan.alternatives is None
-    return is_plain and plan.shadow is None and not plan.keep_divergence
+def _reads_states(plan: Plan) -> bool:
+    """Whether the host computes something of all rows' hidden states after each round."""
+    return plan.shadow is not None or plan.keep_divergence
 
 
 def _is_picked_on_host(row: Sequence) -> bool:
@@ -193,11 +201,15 @@ def _ends(row: Sequence, num_in_flight: int) -> bool:
     return row.is_finished or row.num_remaining <= num_in_flight
 
 
-def _part(draft: RoundDraft, some: abc.Sequence[int]) -> RoundDraft:
-    """What a draft says of some of the rows."""
-    if len(some) == len(draft.plan.draft_lengths):
+def _without_rows_that_need_vocabulary(rows: list[Sequence], draft: RoundDraft) -> RoundDraft:
+    """The draft, in which layers draft nothing for these rows."""
+    plan = draft.plan
+    if draft.given is not None or not plan.exit_layer or not any(row.needs_vocabulary for row in rows):
         return draft
-    return draft._replace(plan=replace(draft.plan, draft_lengths=tuple([draft.plan.draft_lengths[at] for at in some])))
+    lengths = [0 if row.needs_vocabulary else n for row, n in zip(rows, plan.draft_lengths, strict=True)]
+    if any(lengths):
+        return draft._replace(plan=replace(plan, draft_lengths=tuple(lengths)))
+    return RoundDraft(Plan(None, tuple(lengths), shadow=plan.shadow))
 
 
 def _output(draft: RoundDraft, outputs: list[RowRound], seconds: StageSeconds) -> RoundOutput:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selfspec.executors.cuda.packed_linear import PackedLinear, Packing
-from selfspec.executors.cuda.static_rows import StaticRows
+from selfspec.executors.cuda.rounds import StaticRows
 from selfspec.kernels.layout import Norm
 from selfspec.kernels.suite import Kernels
 from selfspec.model.kv_cache import PackedRows
@@ -26,7 +26,7 @@ Tables = dict[str | None, tuple[Tensor, Tensor]]  # cos and sin by layer type, a
 
 
 class FusedBody:
-    """Layers of a Llama-shaped model over `StaticRows`; `run` does what `SplitModel.run_here` does.
+    """Layers of a Llama-shaped model over `StaticRows`; `run` does what `SplitModel.run` does.
 
     Args:
         weights: the model's weights, in a dtype of `kernels.checks.LAYER_DTYPES`.

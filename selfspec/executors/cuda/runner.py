@@ -1,4 +1,4 @@
-"""`Runner`: runs layers, or a whole round, of a split model from recordings.
+"""`Runner`: runs rounds of a split model from recordings.
 
 A decoded token takes many small kernels. Launching them one by one from Python takes longer than reading the weights;
 replaying a CUDA graph does not.
@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
 
 from selfspec.control.costs import RoundLimits
 from selfspec.core import UNBOUNDED_ROUNDS, Plan
@@ -21,24 +20,31 @@ from selfspec.executors.cuda.body_choice import BodyChoice, Measure, apply_choic
 from selfspec.executors.cuda.capture import Body, CannotCapture, Capture, CudaCapture, Recording
 from selfspec.executors.cuda.device_work import DeviceWork, current
 from selfspec.executors.cuda.graphs import Graphs, Recorded, Storage, Storages
-from selfspec.executors.cuda.round_inputs import RoundInputs, RoundKey, RoundRow, RowResult
-from selfspec.executors.cuda.rounds import RecordedRounds
+from selfspec.executors.cuda.rounds import (
+    MAX_PLACES,
+    MAX_ROWS,
+    MAX_WIDTH,
+    SLOTS,
+    WIDTHS,
+    RecordedRounds,
+    RoundInputs,
+    RoundKey,
+    RoundRow,
+    RowResult,
+    WholeRound,
+    round_up,
+    token_capacity,
+)
 from selfspec.executors.cuda.self_check import round_problem
-from selfspec.executors.cuda.shapes import NEW, SLOTS, TOKENS, Shape, round_up, shape_of, token_capacity
-from selfspec.executors.cuda.static_rows import LayersInputs, StaticRows
-from selfspec.executors.cuda.whole_round import WholeRound
 from selfspec.kernels.suite import Kernels, has_triton, triton_kernels
 from selfspec.model.draft_vocabulary import HeldSubset
-from selfspec.model.kv_cache import PackedRows, PagedCache, Span
+from selfspec.model.kv_cache import PagedCache
 from selfspec.model.quantized import is_dense
 from selfspec.model.self_check import TOLERANCE, split_error
 from selfspec.progress import tell
 
 T = TypeVar("T")
 _log = logging.getLogger("selfspec")
-MAX_WIDTH = 16  # tokens per row of a whole round: the last one and the drafted ones
-MAX_ROWS = 32  # rows of a whole round that drafts; others have up to `SLOTS[-1]`
-MAX_PLACES = 256  # tokens of a whole round, which computes all of them, used or not
 BUDGET = 2 << 30  # bytes of device memory for recordings
 START_SECONDS, START_BYTES = 10.0, 600 << 20  # limits of what is recorded before decoding
 
@@ -107,11 +113,11 @@ class Runner:
     """Runs one split model from recordings.
 
     Args:
-        split: a `selfspec.model.split_model.SplitModel`; the runner uses `run_here`, `logits`, `exit_heads`.
+        split: a `selfspec.model.split_model.SplitModel`; the runner uses `run`, `logits`, `exit_heads`.
         kernels: scatter keys and values, attend, pick and accept.
         capture: records bodies.
         budget: bytes of device memory for all recordings.
-        max_rows: maximum rows of a whole round that drafts; 0: segments of layers are recorded, and no rounds.
+        max_rows: maximum rows of a round that drafts.
         shares: another runner, whose recordings are within the same budget.
     """
 
@@ -133,7 +139,6 @@ class Runner:
         self._weights = [one for one in (*split.model.parameters(), *split.model.buffers()) if is_dense(one)]
         self._addresses = self._addresses_now()
         self._parts = WeakValueDictionary[int, HeldSubset]()  # by size; recordings hold them
-        self._given: dict[bool, Tensor] = {}  # input buffers of layers, for tokens and for hidden states
         self._failed = set[Any]()  # keys of what cannot be recorded, with the caches that there are, though others can
         # A target may serve several threads; buffers and the memory of recordings are shared.
         self._lock: DeviceWork = DeviceWork(split.device) if shares is None else shares._lock
@@ -175,59 +180,12 @@ class Runner:
     def _addresses_now(self) -> list[int]:
         return [weight.data_ptr() for weight in self._weights]
 
-    def run(
-        self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: dict[int, Tensor | None] | None = None
-    ) -> Tensor | None:
-        """Run layers; see `SplitModel.run`. None without recordings: prompts, foreign caches, refused models."""
-        storage = self.storages.of(rows.cache)
-        if storage is None or self.refused is not None or not torch.is_inference_mode_enabled():
-            return None
-        if "prompts" in rows.plans:  # read once, and recording takes as long as several passes
-            return None
-        shape = shape_of(rows.spans, storage.cache.capacity)
-        if shape is None:
-            return None
-        tapped = tuple(sorted(taps or ()))
-        buffer = self._buffer(given)
-        if buffer is None:
-            return None
-        with self._lock:
-            made = self._recorded(*self._layers(storage, start, stop, shape, tapped, buffer))
-            if made is None:
-                return None
-            made.inputs.fill(rows.spans, given)
-            made.recording.replay()
-            count = rows.num_tokens
-            hidden, *states = (one[:count].clone() for one in made.recording.outputs)
-        if taps is not None:
-            taps.update(zip(tapped, states, strict=True))
-        return hidden
-
-    def _layers(
-        self, storage: Storage, start: int, stop: int, shape: Shape, tapped: tuple[int, ...], buffer: Tensor
-    ) -> tuple[Any, Callable[[], tuple[Any, Any]]]:
-        """The key of recorded layers, and what makes their inputs, without rows, and their body."""
-
-        def prepare() -> tuple[LayersInputs, Callable[[], tuple[Tensor, ...]]]:
-            inputs = LayersInputs(shape, storage.cache, buffer[: shape.tokens])
-            inputs.fill([], buffer[:0])
-
-            def body() -> tuple[Tensor, ...]:
-                static = StaticRows(storage.cache, inputs.layout, self.kernels)
-                states: dict[int, Tensor | None] = dict.fromkeys(tapped)
-                hidden = self.split.run_here(static, start, stop, inputs.given, states if tapped else None)
-                return hidden, *(one for one in states.values() if one is not None)
-
-            return inputs, body
-
-        return (storage, "layers", start, stop, shape, tapped), prepare
-
     @torch.inference_mode()
     def prepare(self, cache: PagedCache, wanted: Sequence[tuple[int, Plan]]) -> None:
         """Record rounds before decoding, in order, within `START_SECONDS` and `START_BYTES`, and tell what it took.
 
         Args:
-            wanted: numbers of rows, and plans for them. Of a plan with a probe, the layers with its taps are recorded.
+            wanted: numbers of rows, and plans for them.
         """
         storage = self.storages.of(cache)
         if storage is None:
@@ -237,8 +195,9 @@ class Runner:
         for num_rows, plan in wanted:
             if self.refused is not None:
                 return
+            key = self._round_key(num_rows, 1, max(plan.draft_lengths), storage.cache.capacity, plan)
             with self._lock:
-                made = self._wanted(storage, num_rows, plan)
+                made = None if key is None else self._round(storage, key, plan)
                 if made is None or made[0] in self.graphs or made[0] in self._failed:
                     continue
                 is_late = self.split.agreed(perf_counter() - begun) > START_SECONDS
@@ -259,33 +218,21 @@ class Runner:
                 f"; {num_left} more at their first use" if num_left else "",
             )  # fmt: skip
 
-    def _wanted(self, storage: Storage, num_rows: int, plan: Plan) -> tuple[Any, Callable[[], tuple[Any, Any]]] | None:
-        """The key of what is recorded for a plan, and what makes its inputs and body; None if nothing is."""
-        capacity = storage.cache.capacity
-        if plan.shadow is None:
-            key = self._round_key(num_rows, 1, max(plan.draft_lengths), capacity, plan)
-            return None if key is None else self._round(storage, key, plan)
-        shape = shape_of([Span((), 0, 1)] * num_rows, capacity)
-        buffer = self._buffer(torch.zeros(1, dtype=torch.int64, device=self.split.device))
-        if shape is None or buffer is None:
-            return None
-        return self._layers(storage, 0, self.split.num_layers, shape, plan.shadow.layers, buffer)
-
     def _round(
         self, storage: Storage, key: RoundKey, plan: Plan
-    ) -> tuple[tuple[Storage, str, RoundKey], Callable[[], tuple[Any, Any]]]:
+    ) -> tuple[tuple[Storage, RoundKey], Callable[[], tuple[RoundInputs, WholeRound]]]:
         """The key of a recorded round, and what makes its inputs, without rows, and its body."""
         part = self._part(plan.draft_vocab) if key.exit_layer else None
         whole = key._replace(vocab=0 if part is None else len(part.tokens))
         if self.split.exit_heads is not self._heads:  # recorded rounds read the previous heads
             self._heads = self.split.exit_heads
-            self.graphs.forget(lambda one: one[1] == "round")  # type: ignore[index]
+            self.graphs.forget(lambda key: True)
 
         def prepare() -> tuple[RoundInputs, WholeRound]:
             inputs = RoundInputs(whole, storage.cache, self.split.device, part)
             return inputs, WholeRound(self.split, storage.cache, self.kernels, inputs)
 
-        return (storage, "round", whole), prepare
+        return (storage, whole), prepare
 
     @torch.inference_mode()
     def begin(self, cache: PagedCache, rows: Sequence[RoundRow], plan: Plan, longest: int = 0) -> RecordedRounds | None:
@@ -347,7 +294,7 @@ class Runner:
     def _round_key(self, num_rows: int, most: int, longest: int, capacity: int, plan: Plan) -> RoundKey | None:
         """The key of a round, with the whole vocabulary; `most`: tokens of a row; `longest`: drafted ones of a row."""
         exit_layer, slots = plan.exit_layer or 0, round_up(num_rows, SLOTS)
-        if slots is None or not self.max_rows:
+        if slots is None:
             return None
         longest = min(longest, max(0, self.limits.draft_length(num_rows)))
         if longest <= 0:
@@ -355,10 +302,11 @@ class Runner:
         elif num_rows > self.max_rows:
             return None
         # A place more costs little in verification, but a draft step reads the early layers.
-        width = longest + 1 if exit_layer else round_up(longest + 1, NEW)
+        width = longest + 1 if exit_layer else round_up(longest + 1, WIDTHS)
         assert width is not None
         most_tokens = token_capacity(most + width - 1, capacity)
-        return RoundKey(exit_layer, width, slots, most_tokens)
+        has_states = width == 1 or plan.shadow is not None or plan.keep_divergence
+        return RoundKey(exit_layer, width, slots, most_tokens, has_states)
 
     def _recorded(self, key: Any, prepare: Callable[[], tuple[Any, Any]]) -> Recorded[Any] | None:
         """The recording of a key. It is made if there is none; None if that fails.
@@ -393,11 +341,3 @@ class Runner:
             self._failed.add(key)
         else:
             self.refused = problem.operation
-
-    def _buffer(self, given: Tensor) -> Tensor | None:
-        """The shared input buffer for tokens or hidden states; None if its shape or dtype does not fit `given`."""
-        known = self._given.get(given.is_floating_point())
-        if known is None:
-            shape = (TOKENS[-1], *given.shape[1:])
-            known = self._given[given.is_floating_point()] = given.new_zeros(shape)
-        return known if known.shape[1:] == given.shape[1:] and known.dtype == given.dtype else None

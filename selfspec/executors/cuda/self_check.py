@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from selfspec.core import Plan, SamplingParams
-from selfspec.executors.cuda.round_inputs import RoundRow, RowResult
+from selfspec.executors.cuda.rounds import RoundRow, RowResult
 from selfspec.kernels.pick import num_accepted, scored
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.self_check import TOLERANCE
@@ -41,8 +41,6 @@ def round_problem(split: Any, runner: Any) -> str | None:
         split: a `selfspec.model.split_model.SplitModel`.
         runner: a `selfspec.executors.cuda.runner.Runner` of it.
     """
-    if runner.max_rows == 0:
-        return None
     exit_layer = max(1, split.num_layers // 4)
     plan = Plan(exit_layer, (NUM_DRAFTS,))
     rng = torch.Generator().manual_seed(0)
@@ -91,7 +89,7 @@ def _expected(split: Any, cache: PagedCache, row: RoundRow, prompt: list[int], e
 
     def layers(at: int, count: int, start: int, stop: int, given: Tensor) -> Tensor:
         rows = PackedRows(cache, [Span(row.pages, at, count)], split.device)
-        hidden: Tensor = split.run_here(rows, start, stop, given)
+        hidden: Tensor = split.run(rows, start, stop, given)
         return hidden
 
     tokens = torch.tensor(prompt, device=split.device)
