@@ -115,7 +115,7 @@ class _Measurement:
 
         def now() -> float:
             if self.split.device.type == "cuda":
-                torch.cuda.synchronize(self.split.device)
+                torch.cuda.current_stream(self.split.device).synchronize()  # of the device, no capture may be under way
             return perf_counter()
 
         for positions in SHADOW_POSITIONS:

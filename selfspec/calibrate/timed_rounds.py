@@ -124,7 +124,7 @@ class TimedRounds:
 
     def now(self) -> float:
         if self._split.device.type == "cuda":
-            torch.cuda.synchronize(self._split.device)
+            torch.cuda.current_stream(self._split.device).synchronize()  # of the device, no capture may be under way
         return perf_counter()
 
 

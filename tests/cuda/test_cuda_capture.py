@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from contextlib import contextmanager
+from threading import Event, Thread
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +29,7 @@ class Device:
         self.pool_bytes = 0
         self.driver_bytes = 0  # that the driver takes for each graph
         self.graphs = weakref.WeakSet()  # those that hold the pool
-        self.was_opened, self.num_captured = False, 0
+        self.was_opened, self.num_captured, self.is_capturing = False, 0, False
         self.done = []  # what orders the work of streams
 
     def new_stream(self, device):
@@ -38,6 +39,7 @@ class Device:
         return SimpleNamespace(wait_stream=lambda other: self.done.append("the caller's waits for the recorder's"))
 
     def synchronize(self, device):
+        assert not self.is_capturing, "a wait for the device ends the capture under way"
         self.done.append("the host waits for the device")
 
     @contextmanager
@@ -52,14 +54,17 @@ class Device:
     def capturing(self, graph, pool, stream, capture_error_mode):
         assert not self.was_opened or self.graphs, "the pool was given back while its memory was in use"
         assert pool == (0, 7) and capture_error_mode == "thread_local"
+        assert not self.is_capturing and not gc.isenabled()
         self.done.append("capture")
         self.cached, self.was_opened = 0, True
         self.graphs.add(graph)
-        self.stream = stream
+        self.stream, self.is_capturing = stream, True
         try:
             yield
         except BaseException as problem:
             raise RuntimeError("operation failed due to a previous error during capture") from problem
+        finally:
+            self.is_capturing = False
         self.stream = "the caller's"
         self.pool_bytes += SEGMENT
         self.num_captured += 1
@@ -180,6 +185,30 @@ def test_the_run_before_a_capture_comes_after_what_filled_its_inputs_and_before_
         "body",
     ]
     assert device.stream == "the caller's"
+
+
+def test_captures_of_several_models_in_several_threads_wait_for_each_other(device):
+    """A second one, or its wait for the device, would end the first. Other work of a thread goes on meanwhile."""
+    first, began, may_go_on, done = CudaCapture(torch.device("cpu")), Event(), Event(), []
+
+    def body():
+        if device.is_capturing:
+            began.set()
+            assert may_go_on.wait(20)
+        return (torch.ones(3),)
+
+    def beside():
+        assert began.wait(20)
+        done.append((torch.ones(2, requires_grad=True) * 2).sum().backward())  # training, say
+        may_go_on.set()
+        done.append(CudaCapture(torch.device("cpu")).record(lambda: (torch.ones(3),)))
+
+    threads = [Thread(target=beside), Thread(target=lambda: done.append(first.record(body)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(done) == 3 and device.num_captured == 4 and gc.isenabled()
 
 
 def test_a_pool_that_cannot_be_opened_gives_the_stream_back(device, monkeypatch):

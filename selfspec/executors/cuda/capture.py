@@ -3,10 +3,15 @@
 A recording reads and writes fixed addresses. Its owner must also keep its body, and the body must hold every tensor
 that it reads: freed memory is allocated again, and the recording would still read it. All recordings share one memory
 pool, so a replay may overwrite the outputs of any other recording. Callers copy the outputs that they keep.
+
+Other threads may use the device while one records: what they allocate, launch and await is of other streams, and the
+capture mode is "thread_local". Two things may not be: a second capture, and a wait for the whole device. The garbage
+collector is paused, since it may drop another recording, which a thread that captures must not do.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -15,7 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from selfspec.collector import uncollected
+
 MOST_DRIVER_BYTES = 64 << 20  # what the driver is believed to take for a recording
+CAPTURING = threading.Lock()  # torch allows one capture at a time in a process
 Body = Callable[[], tuple[Tensor, ...]]
 
 
@@ -69,6 +77,10 @@ class CudaCapture:
 
     def record(self, body: Body) -> Recording:
         """Record a body; see `Capture.record`. It first runs once unrecorded, to compile kernels and fill caches."""
+        with CAPTURING, uncollected():
+            return self._record(body)
+
+    def _record(self, body: Body) -> Recording:
         tracer = OperationTracer()  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
@@ -104,9 +116,10 @@ class _Pool:
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self._handle, self._stream = torch.cuda.graph_pool_handle(), stream
         self._keeper = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(device)
-        with self.capturing(self._keeper):
-            self._kept = torch.zeros(1, device=device)
+        with CAPTURING, uncollected():
+            torch.cuda.synchronize(device)
+            with self.capturing(self._keeper):
+                self._kept = torch.zeros(1, device=device)
 
     @contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
