@@ -14,6 +14,7 @@ from selfspec.kernels.layout import CONTENT, GIVEN, LAST, REMAINING, Layout, Nor
 
 INT32, INT64, FLOAT32 = torch.int32, torch.int64, torch.float32
 LAYER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of fused layers, which compute in float32
+SKINNY_ROWS, SQUARED = 64, 32  # of products of few rows: most rows; numbers whose squares are one sum
 GATES = ("silu", "gelu_tanh")  # activations of gated MLPs
 
 
@@ -200,6 +201,60 @@ def check_gate(gate_up: Tensor, activation: str) -> None:
     _check_layer_dtype(require, "gate_up", gate_up)
     require.lines("gate_up", gate_up, gate_up.dtype, *gate_up.shape)
     require.holds("activation", f"one of {', '.join(GATES)}", activation, activation in GATES)
+
+
+def check_norm_product(hidden: Tensor, squares: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise ValueError for arguments that `skinny_products.norm_product` does not accept."""
+    require = Requirements("norm_product", hidden.device)
+    _check_normed(require, hidden, squares, norm)
+    _check_weight(require, "weight", weight, bias, hidden)
+
+
+def check_gate_product(hidden: Tensor, squares: Tensor, norm: Norm, gate: Tensor, up: Tensor, activation: str) -> None:
+    """Raise ValueError for arguments that `skinny_products.gate_product` does not accept."""
+    require = Requirements("gate_product", hidden.device)
+    _check_normed(require, hidden, squares, norm)
+    _check_weight(require, "gate", gate, None, hidden)
+    require.lines("up", up, hidden.dtype, *gate.shape)
+    require.holds("strides of gate and up", "equal", (gate.stride(), up.stride()), gate.stride() == up.stride())
+    require.holds("activation", f"one of {', '.join(GATES)}", activation, activation in GATES)
+
+
+def check_product_add(x: Tensor, weight: Tensor, bias: Tensor | None, hidden: Tensor) -> None:
+    """Raise ValueError for arguments that `skinny_products.product_add` does not accept."""
+    require = Requirements("product_add", x.device)
+    _check_rows(require, "x", x)
+    _check_weight(require, "weight", weight, bias, x)
+    require.dense("hidden", hidden, x.dtype, len(x), len(weight))
+
+
+def check_squares(hidden: Tensor) -> None:
+    """Raise ValueError for arguments that `skinny_products.squares_of` does not accept."""
+    require = Requirements("squares_of", hidden.device)
+    _check_rows(require, "hidden", hidden)
+    require.dense("hidden", hidden, hidden.dtype, *hidden.shape)
+
+
+def _check_rows(require: Requirements, name: str, x: Tensor) -> None:
+    fits = x.dim() == 2 and len(x) <= SKINNY_ROWS
+    require.holds(name, f"[N, size] with at most {SKINNY_ROWS} rows", list(x.shape), fits)
+    _check_layer_dtype(require, name, x)
+    require.lines(name, x, x.dtype, *x.shape)
+
+
+def _check_normed(require: Requirements, hidden: Tensor, squares: Tensor, norm: Norm) -> None:
+    _check_rows(require, "hidden", hidden)
+    count, size = hidden.shape
+    require.dense("squares", squares, FLOAT32, count, -(-size // SQUARED))
+    require.dense("norm.weight", norm.weight, hidden.dtype, size)
+    require.holds("norm.offset", "0", norm.offset, norm.offset == 0.0)
+
+
+def _check_weight(require: Requirements, name: str, weight: Tensor, bias: Tensor | None, x: Tensor) -> None:
+    require.holds(name, "[out, in]", list(weight.shape), weight.dim() == 2)
+    require.lines(name, weight, x.dtype, weight.shape[0], x.shape[1])
+    if bias is not None:
+        require.dense("bias", bias, x.dtype, len(weight))
 
 
 def _check_layer_dtype(require: Requirements, name: str, tensor: Tensor) -> None:

@@ -14,15 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selfspec.kernels.checks import (
+    SQUARED,
     check_accept,
     check_add_norm,
     check_advance,
     check_attend,
     check_gate,
+    check_gate_product,
+    check_norm_product,
     check_pick,
     check_prepare,
+    check_product_add,
     check_rotate,
     check_scatter,
+    check_squares,
 )
 from selfspec.kernels.layout import (
     CONTENT,
@@ -247,3 +252,37 @@ def gate(gate_up: Tensor, activation: str) -> Tensor:
     check_gate(gate_up, activation)
     x, up = gate_up.chunk(2, -1)
     return (F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")) * up
+
+
+def norm_product(hidden: Tensor, squares: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The reference of `selfspec.kernels.skinny_products.norm_product`."""
+    check_norm_product(hidden, squares, norm, weight, bias)
+    return F.linear(_normed_by(hidden, squares, norm), weight, bias)
+
+
+def gate_product(hidden: Tensor, squares: Tensor, norm: Norm, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """The reference of `selfspec.kernels.skinny_products.gate_product`."""
+    check_gate_product(hidden, squares, norm, gate, up, activation)
+    normed = _normed_by(hidden, squares, norm)
+    x, risen = F.linear(normed, gate), F.linear(normed, up)
+    return (F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")) * risen
+
+
+def _normed_by(hidden: Tensor, squares: Tensor, norm: Norm) -> Tensor:
+    """The norm of rows whose sums of squares are given."""
+    scale = torch.rsqrt(squares.sum(1, keepdim=True) / hidden.shape[1] + norm.eps)
+    return norm.weight * (hidden.float() * scale).to(hidden.dtype)
+
+
+def product_add(x: Tensor, weight: Tensor, bias: Tensor | None, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """The reference of `selfspec.kernels.skinny_products.product_add`."""
+    check_product_add(x, weight, bias, hidden)
+    added = hidden + F.linear(x, weight, bias)
+    return added, squares_of(added)
+
+
+def squares_of(hidden: Tensor) -> Tensor:
+    """The reference of `selfspec.kernels.skinny_products.squares_of`."""
+    check_squares(hidden)
+    padded = F.pad(hidden.float(), (0, -hidden.shape[1] % SQUARED))
+    return padded.unflatten(1, (-1, SQUARED)).square().sum(-1)

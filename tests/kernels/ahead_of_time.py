@@ -21,7 +21,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from selfspec.kernels import fused_accept, fused_layer, fused_pick, kv_scatter, paged_attention, prepare_round
+from selfspec.kernels import (
+    fused_accept,
+    fused_layer,
+    fused_pick,
+    kv_scatter,
+    paged_attention,
+    prepare_round,
+    skinny_products,
+)
 from selfspec.kernels.layout import Norm
 from tests.kernels import samples
 
@@ -54,6 +62,7 @@ class Compiled(NamedTuple):
     warps: int
     copies: list[int]  # bytes of each asynchronous copy to shared memory, in the code
     under_way: int  # groups of such copies that may be under way while a loop computes
+    products: list[str]  # instructions of tensor cores
 
 
 @contextmanager
@@ -102,8 +111,9 @@ def compile_launch(call: str, launch: Launch) -> Compiled:
     metadata, code = made.metadata, made.asm["ptx"]
     copies = [int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\.[^;]*, 0x([0-9a-f]+)", code)]
     under_way = max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", code)), default=0)
+    products = sorted({*re.findall(r"(?:wgmma\.mma_async|mma)\.sync\.[\w.]*m\d+n\d+k\d+", code)})
     name = launch.kernel.fn.__name__
-    return Compiled(call, name, registers, split, metadata.shared, metadata.num_warps, copies, under_way)
+    return Compiled(call, name, registers, split, metadata.shared, metadata.num_warps, copies, under_way, products)
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
@@ -168,7 +178,26 @@ def calls() -> dict[str, Callable[[], Any]]:
     def gate(inner: int, activation: str) -> Callable[[], Any]:
         return lambda: fused_layer.gate(torch.zeros(2, 2 * inner, dtype=torch.bfloat16), activation)
 
-    return {
+    def product(kind: str, rows: int, size: int, inner: int, outputs: int) -> Callable[[], Any]:
+        hidden, weight = (
+            torch.zeros(rows, size, dtype=torch.bfloat16),
+            torch.empty(2 * inner, size, dtype=torch.bfloat16),
+        )
+        given = hidden, torch.zeros(rows, size // 32), norm(size)
+        if kind == "norm":
+            return lambda: skinny_products.norm_product(*given, weight[:outputs])
+        if kind == "gate":
+            return lambda: skinny_products.gate_product(*given, weight[:inner], weight[inner:], "silu")
+        x, down = torch.zeros(rows, inner, dtype=torch.bfloat16), torch.empty(size, inner, dtype=torch.bfloat16)
+        return lambda: skinny_products.product_add(x, down, None, hidden)
+
+    products = {
+        f"{kind} and product of {rows} rows, {size}": product(kind, rows, size, inner, outputs)
+        for kind in ("norm", "gate", "add")
+        for rows, size, inner, outputs in ((1, 4096, 14336, 6144), (32, 4096, 14336, 6144), (64, 4096, 14336, 6144),
+                                           (5, 576, 1536, 960))
+    }  # fmt: skip
+    return products | {
         "add_norm, 4096": add_norm(4096, norm(4096)),
         "add_norm, 576": add_norm(576, norm(576)),
         "add_norm, 8192, no norm": add_norm(8192, None),

@@ -53,6 +53,7 @@ def check_kernels(
             yield from check_attention(place, dtype, one, seed, most)
         yield from check_prompts(place, dtype, seed, most)
         yield from check_layers(place, dtype, heads[0], seed, most)
+        yield from check_products(place, dtype, seed, most)
     yield from check_pick(place, seed, most)
     yield from check_prepare(place, seed)
     yield from check_accept(place, seed)
@@ -145,6 +146,40 @@ def check_layers(
         gate_up = normal(3, 2 * most)
         got, wanted = ([one(gate_up, activation)] for one in (gate, reference.gate))
         yield case("gate", activation, got, wanted)
+
+
+def check_products(device: torch.device, dtype: torch.dtype, seed: int = 0, most: int = MOST) -> Iterator[Case]:
+    """Products of few rows, with what stands before and after them; and a row's bits alone against those among 64."""
+    from selfspec.kernels import skinny_products
+
+    rng = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=rng, dtype=dtype, device=device)
+
+    hidden, x, norm = normal(64, most), normal(64, 3 * most), Norm(normal(most), 1e-6)
+    wide, down = normal(3 * most, most) / most**0.5, normal(most, 3 * most) / (3 * most) ** 0.5
+    squares = reference.squares_of(hidden)
+
+    def results(module: Any, at: slice) -> dict[str, Tensor]:
+        given = hidden[at], squares[at], norm
+        added, sums = module.product_add(x[at], down, None, hidden[at])
+        return {
+            "norm_product": module.norm_product(*given, wide),
+            "gate_product": module.gate_product(*given, wide[:most], wide[most : 2 * most], "silu"),
+            "product_add": added,
+            "squares": sums,
+        }
+
+    whole = results(skinny_products, slice(0, 64))
+    for name, wanted in results(reference, slice(0, 64)).items():
+        error = float((whole[name].float() - wanted.float()).norm() / wanted.float().norm())
+        yield Case(name, _name(dtype), error if error == error else float("inf"), TOLERANCE[dtype])
+    if device.type == "cuda":  # the interpreter's products are a library's
+        for count in (1, 2, 5, 16, 17, 32, 33):
+            for name, got in results(skinny_products, slice(0, count)).items():
+                differing = float((got != whole[name][:count]).sum())
+                yield Case(name, f"bits of {count} rows among 64, {_name(dtype)}", differing, 0.0)
 
 
 def check_pick(device: torch.device, seed: int = 0, most: int = MOST) -> Iterator[Case]:

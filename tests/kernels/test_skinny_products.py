@@ -1,0 +1,149 @@
+"""Products of few rows, in the interpreter: equal to their references, and bits that depend on no other row."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from selfspec.kernels import reference
+from selfspec.kernels.layout import Norm
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from triton.runtime import interpreter
+
+from selfspec.kernels import skinny_products
+from selfspec.kernels.skinny_products import gate_product, norm_product, product_add, squares_of
+
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+COUNTS = (1, 2, 5, 32, 64)
+
+
+@pytest.fixture(autouse=True)
+def rounds_to_nearest(monkeypatch):
+    """Triton's interpreter cuts numbers off where it makes bfloat16 of them. Devices round to the nearest."""
+    convert = interpreter._convert_float
+
+    def nearest(data, source, target, mode):
+        if str(source) == "fp32" and str(target) == "bf16":
+            return torch.from_numpy(data.copy()).bfloat16().view(torch.uint16).numpy()
+        return convert(data, source, target, mode)
+
+    monkeypatch.setattr(interpreter, "_convert_float", nearest)
+
+
+@pytest.fixture
+def sums_in_order(monkeypatch):
+    """`tl.dot` adds products from the first input to the last, as one instruction of tensor cores always adds in one
+    order. The interpreter's own product is a library's, whose order depends on the number of rows."""
+
+    def dot(self, a, b, d, *_):
+        products = a.data[:, :, None].astype(np.float32) * b.data[None].astype(np.float32)
+        sums = np.add.accumulate(np.concatenate([d.data[:, None], products], 1), 1, dtype=np.float32)[:, -1]
+        return interpreter.TensorHandle(sums, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+
+
+def some(*shape, dtype, scale=1.0):
+    return torch.randn(shape).mul(scale).to(dtype)
+
+
+def normed(count, size, dtype):
+    """Rows, sums of their squares, and a norm."""
+    hidden = some(count, size, dtype=dtype)
+    return hidden, squares_of(hidden), Norm(torch.randn(size).mul(0.1).add(1.0).to(dtype), 1e-5)
+
+
+def agree(got, wanted, norms=1.0):
+    """Equal up to one rounding of each number, and float32 sums in another order (1e-5 of a number of norm `norms`)."""
+    rounding = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}[wanted.dtype]
+    torch.testing.assert_close(got, wanted, rtol=rounding, atol=norms * (1e-5 if rounding == 1e-5 else rounding / 8))
+
+
+SHAPES = [(3, 96, 40, False), (17, 200, 33, True), (1, 32, 64, True)]  # rows, inputs, outputs, bias
+
+
+@each_dtype
+@pytest.mark.parametrize(("count", "size", "outputs", "has_bias"), SHAPES)
+def test_norm_and_product(count, size, outputs, has_bias, dtype):
+    given = normed(count, size, dtype)
+    weight = some(outputs, size, dtype=dtype, scale=size**-0.5)
+    bias = some(outputs, dtype=dtype) if has_bias else None
+    agree(norm_product(*given, weight, bias), reference.norm_product(*given, weight, bias))
+
+
+@each_dtype
+@pytest.mark.parametrize(("count", "activation"), [(3, "silu"), (18, "gelu_tanh")])
+def test_norm_gate_and_up(count, activation, dtype):
+    given = normed(count, 160, dtype)
+    gate, up = some(2, 40, 160, dtype=dtype, scale=160**-0.5).unbind()
+    wanted = reference.gate_product(*given, gate, up, activation)
+    roundings = 4  # of gate, up, activation and product
+    agree(gate_product(*given, gate, up, activation), wanted, roundings * float(wanted.float().abs().max()))
+
+
+@each_dtype
+@pytest.mark.parametrize(("count", "size", "outputs", "has_bias"), SHAPES)
+def test_product_and_sum(count, size, outputs, has_bias, dtype):
+    x, weight = some(count, size + 3, dtype=dtype)[:, 3:], some(outputs, size, dtype=dtype, scale=size**-0.5)
+    bias, hidden = some(outputs, dtype=dtype) if has_bias else None, some(count, outputs, dtype=dtype)
+    got, squares = product_add(x, weight, bias, hidden)
+    wanted, _ = reference.product_add(x, weight, bias, hidden)
+    agree(got, wanted, norms=8.0)  # of a sum near zero, one rounding of what is added
+    torch.testing.assert_close(squares, reference.squares_of(got), rtol=1e-5, atol=1e-5)
+    assert torch.equal(squares, squares_of(got)), "layers may begin at any hidden state"
+
+
+def calls(dtype):
+    """Each product of a layer, for rows of a slice; several steps over the inputs, the last one not full."""
+    hidden, squares, norm = normed(64, 300, dtype)
+    x, first, second = some(64, 290, dtype=dtype), *some(2, 40, 300, dtype=dtype).unbind()
+    down, bias = some(300, 290, dtype=dtype), some(40, dtype=dtype)
+    return {
+        "norm_product": lambda at: norm_product(hidden[at], squares[at], norm, first, bias),
+        "gate_product": lambda at: gate_product(hidden[at], squares[at], norm, first, second, "silu"),
+        "product_add": lambda at: torch.cat(product_add(x[at], down, None, hidden[at]), 1),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["norm_product", "gate_product", "product_add"])
+@pytest.mark.usefixtures("sums_in_order")
+def test_a_row_has_the_same_bits_whatever_the_number_of_rows(name, dtype):
+    call = calls(dtype)[name]
+    whole = call(slice(0, 64))
+    for count in COUNTS:
+        first = 64 - count
+        assert torch.equal(call(slice(first, 64)), whole[first:]), f"{count} rows"
+
+
+@pytest.mark.parametrize("count", [1, 40])
+def test_weights_are_read_once(count, monkeypatch):
+    """Counted address by address; rows and sums of squares, which all programs read, stay in the cache of a device."""
+    weight, dtype = some(70, 290, dtype=torch.bfloat16), torch.bfloat16
+    given, read = normed(count, 290, dtype), list[np.ndarray]()
+    load = interpreter.InterpreterBuilder.create_masked_load
+
+    def counted(self, pointers, mask, *rest):
+        read.append(pointers.data[mask.data])
+        return load(self, pointers, mask, *rest)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", counted)
+    norm_product(*given, weight)
+    addresses = np.concatenate([one.reshape(-1) for one in read]).astype(np.int64)
+    own = addresses[(addresses >= weight.data_ptr()) & (addresses < weight.data_ptr() + weight.nbytes)]
+    assert len(own) == len(np.unique(own)) == weight.numel()
+
+
+def test_no_rows_are_no_work_and_too_many_are_refused():
+    hidden, squares, norm = normed(2, 64, torch.float32)
+    none = norm_product(hidden[:0], squares[:0], norm, hidden)
+    assert none.shape == (0, 2)
+    many = torch.zeros(65, 64)
+    for module in (skinny_products, reference):
+        with pytest.raises(ValueError, match=r"squares_of: hidden must be \[N, size\] with at most 64 rows"):
+            module.squares_of(many)
+    with pytest.raises(ValueError, match=r"norm.offset must be 0, got 1"):
+        norm_product(hidden, squares, norm._replace(offset=1.0), hidden)
