@@ -193,6 +193,27 @@ def check_rotate(
             require.dense(f"{name}.weight", one.weight, qkv.dtype, dim)
 
 
+def check_rotate_attend(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    layout: Layout,
+    cos: Tensor,
+    sin: Tensor,
+    counters: Tensor,
+    q_norm: Norm | None,
+    k_norm: Norm | None,
+) -> None:
+    """Raise ValueError for arguments that `layer_attention.rotate_attend` does not accept."""
+    check_rotate(qkv, keys, values, layout.slots, layout.positions, cos, sin, q_norm, k_norm)
+    dim = keys.shape[3]
+    check_attend(qkv.unflatten(1, (-1, dim))[:, : qkv.shape[1] // dim - 2 * keys.shape[2]], keys, values, layout, None)
+    require = Requirements("rotate_attend", qkv.device)
+    require.dense("counters", counters, INT32, *counters.shape)
+    if q_norm is not None:
+        require.holds("q_norm.offset", "0", q_norm.offset, q_norm.offset == 0.0)
+
+
 def check_gate(gate_up: Tensor, activation: str) -> None:
     """Raise ValueError for arguments that `fused_layer.gate` does not accept."""
     require = Requirements("gate", gate_up.device)

@@ -133,12 +133,44 @@ def _split(
     q_mask = live[:, None] & (d < DIM)[None, :]
     q = tl.load(q_ptr + token[:, None] * q_token + (head * q_head)[:, None] + d[None, :], mask=q_mask, other=0.0)
     position = context + query
+    top, total, acc = _over_pages(
+        q, k_ptr, v_ptr, pages_ptr + slot * pages_row, low, high, position, kv_head, scale, softcap, window, chunk,
+        DIM, PAGE_SIZE, KV_HEADS, ROWS, BLOCK_D, BLOCK_N, WINDOW, CHUNK, SOFTCAP, UPCAST,
+    )  # fmt: skip
+    if PARTS:  # noqa: SIM102 - known when compiling
+        if (not DIRECT) | (splits > 1):
+            line = (split * num_tokens + token) * HEADS + head
+            tl.store(tops_ptr + line, top, mask=live)
+            tl.store(totals_ptr + line, total, mask=live)
+            tl.store(partial_ptr + line[:, None] * DIM + d[None, :], acc, mask=q_mask)
+            return
+    if SINKS:
+        sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
+        higher = tl.maximum(top, sink)
+        acc = acc * tl.exp2(top - higher)[:, None]
+        total = total * tl.exp2(top - higher) + tl.exp2(sink - higher)
+    out = acc / tl.where(live, total, 1.0)[:, None]
+    line = token * HEADS + head
+    tl.store(out_ptr + line[:, None] * DIM + d[None, :], out.to(out_ptr.dtype.element_ty), mask=q_mask)
+
+
+@triton.jit
+def _over_pages(
+    q, k_ptr, v_ptr, table, low, high, position, kv_head, scale, softcap, window, chunk,
+    DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Attention of a tile of queries `[ROWS, BLOCK_D]` to a row's tokens [low, high), of which a table names the pages.
+
+    Returns a running softmax, see `_added`.
+    """
+    d = tl.arange(0, BLOCK_D)
     if UPCAST:
         q = q.to(tl.float32)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    table = pages_ptr + slot * pages_row
     page = _pages(table, low, high, PAGE_SIZE, BLOCK_N)
     for base in range(low, high, BLOCK_N):
         kv = base + tl.arange(0, BLOCK_N)
@@ -159,21 +191,7 @@ def _split(
         seen = _seen(kv, there, position, window, chunk, WINDOW, CHUNK)
         score = tl.where(seen, score * 1.4426950408889634, float("-inf"))
         top, total, acc = _added(score, v, top, total, acc)
-    if PARTS:  # noqa: SIM102 - known when compiling
-        if (not DIRECT) | (splits > 1):
-            line = (split * num_tokens + token) * HEADS + head
-            tl.store(tops_ptr + line, top, mask=live)
-            tl.store(totals_ptr + line, total, mask=live)
-            tl.store(partial_ptr + line[:, None] * DIM + d[None, :], acc, mask=q_mask)
-            return
-    if SINKS:
-        sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
-        higher = tl.maximum(top, sink)
-        acc = acc * tl.exp2(top - higher)[:, None]
-        total = total * tl.exp2(top - higher) + tl.exp2(sink - higher)
-    out = acc / tl.where(live, total, 1.0)[:, None]
-    line = token * HEADS + head
-    tl.store(out_ptr + line[:, None] * DIM + d[None, :], out.to(out_ptr.dtype.element_ty), mask=q_mask)
+    return top, total, acc
 
 
 @triton.jit

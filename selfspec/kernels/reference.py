@@ -26,6 +26,7 @@ from selfspec.kernels.checks import (
     check_prepare,
     check_product_add,
     check_rotate,
+    check_rotate_attend,
     check_scatter,
     check_squares,
 )
@@ -286,3 +287,22 @@ def squares_of(hidden: Tensor) -> Tensor:
     check_squares(hidden)
     padded = F.pad(hidden.float(), (0, -hidden.shape[1] % SQUARED))
     return padded.unflatten(1, (-1, SQUARED)).square().sum(-1)
+
+
+def rotate_attend(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    layout: Layout,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float,
+    counters: Tensor,
+    window: int | None = None,
+    q_norm: Norm | None = None,
+    k_norm: Norm | None = None,
+) -> Tensor:
+    """The reference of `selfspec.kernels.layer_attention.rotate_attend`. It does not count."""
+    check_rotate_attend(qkv, keys, values, layout, cos, sin, counters, q_norm, k_norm)
+    queries = rotate(qkv, keys, values, layout.slots, layout.positions, cos, sin, q_norm, k_norm)
+    return attend(queries, keys, values, layout, scale, window)

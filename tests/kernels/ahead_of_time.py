@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
@@ -26,6 +27,7 @@ from selfspec.kernels import (
     fused_layer,
     fused_pick,
     kv_scatter,
+    layer_attention,
     paged_attention,
     prepare_round,
     skinny_products,
@@ -191,6 +193,19 @@ def calls() -> dict[str, Callable[[], Any]]:
         x, down = torch.zeros(rows, inner, dtype=torch.bfloat16), torch.empty(size, inner, dtype=torch.bfloat16)
         return lambda: skinny_products.product_add(x, down, None, hidden)
 
+    def rotate_attend(
+        heads: int, kv_heads: int, dim: int, new: int, window: int | None, *norms: Norm
+    ) -> Callable[[], Any]:
+        one = samples.paged([(70, new)], heads, kv_heads, dim, 64, dtype=torch.bfloat16)
+        qkv, angles = torch.zeros(new, (heads + 2 * kv_heads) * dim, dtype=torch.bfloat16), angles_of(dim)
+        layout, counters = one.layout._replace(most_tokens=4096), torch.zeros(512, dtype=torch.int32)
+        return lambda: layer_attention.rotate_attend(
+            qkv, one.keys, one.values, layout, *angles, dim**-0.5, counters, window, *norms
+        )
+
+    def angles_of(dim: int) -> Tensor:
+        return torch.zeros(2, 128, dim // 2, dtype=torch.bfloat16)
+
     products = {
         f"{kind} and product of {rows} rows, {size}": product(kind, rows, size, inner, outputs)
         for kind in ("norm", "gate", "add")
@@ -198,6 +213,11 @@ def calls() -> dict[str, Callable[[], Any]]:
                                            (5, 576, 1536, 960))
     }  # fmt: skip
     return products | {
+        "rotate and attend, 1 token, 32:8 heads of 128": rotate_attend(32, 8, 128, 1, None),
+        "rotate and attend, 5 tokens, 32:8 heads of 128, window, norms": rotate_attend(
+            32, 8, 128, 5, 64, norm(128), norm(128)
+        ),
+        "rotate and attend, 5 tokens, 9:3 heads of 64": rotate_attend(9, 3, 64, 5, None),
         "add_norm, 4096": add_norm(4096, norm(4096)),
         "add_norm, 576": add_norm(576, norm(576)),
         "add_norm, 8192, no norm": add_norm(8192, None),

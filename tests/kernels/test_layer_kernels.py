@@ -11,25 +11,11 @@ from tests.kernels import samples
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from triton.runtime import interpreter
-
 from selfspec.kernels.fused_layer import add_norm, gate, rotate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+pytestmark = pytest.mark.usefixtures("rounds_to_nearest")
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-@pytest.fixture(autouse=True)
-def rounds_to_nearest(monkeypatch):
-    """Triton's interpreter cuts numbers off where it makes bfloat16 of them. Devices round to the nearest."""
-    convert = interpreter._convert_float
-
-    def nearest(data, source, target, mode):
-        if str(source) == "fp32" and str(target) == "bf16":
-            return torch.from_numpy(data.copy()).bfloat16().view(torch.uint16).numpy()
-        return convert(data, source, target, mode)
-
-    monkeypatch.setattr(interpreter, "_convert_float", nearest)
 
 
 def a_norm(size, dtype, offset, eps=1e-6):

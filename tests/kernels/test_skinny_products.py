@@ -16,34 +16,9 @@ from triton.runtime import interpreter
 from selfspec.kernels import skinny_products
 from selfspec.kernels.skinny_products import gate_product, norm_product, product_add, squares_of
 
+pytestmark = pytest.mark.usefixtures("rounds_to_nearest")
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 COUNTS = (1, 2, 5, 32, 64)
-
-
-@pytest.fixture(autouse=True)
-def rounds_to_nearest(monkeypatch):
-    """Triton's interpreter cuts numbers off where it makes bfloat16 of them. Devices round to the nearest."""
-    convert = interpreter._convert_float
-
-    def nearest(data, source, target, mode):
-        if str(source) == "fp32" and str(target) == "bf16":
-            return torch.from_numpy(data.copy()).bfloat16().view(torch.uint16).numpy()
-        return convert(data, source, target, mode)
-
-    monkeypatch.setattr(interpreter, "_convert_float", nearest)
-
-
-@pytest.fixture
-def sums_in_order(monkeypatch):
-    """`tl.dot` adds products from the first input to the last, as one instruction of tensor cores always adds in one
-    order. The interpreter's own product is a library's, whose order depends on the number of rows."""
-
-    def dot(self, a, b, d, *_):
-        products = a.data[:, :, None].astype(np.float32) * b.data[None].astype(np.float32)
-        sums = np.add.accumulate(np.concatenate([d.data[:, None], products], 1), 1, dtype=np.float32)[:, -1]
-        return interpreter.TensorHandle(sums, d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
 def some(*shape, dtype, scale=1.0):
