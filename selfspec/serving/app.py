@@ -32,9 +32,9 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def create_app(llm: LLM, config: ServerConfig | None = None) -> FastAPI:
+def create_app(llm: LLM, config: ServerConfig | None = None, replica: str | None = None) -> FastAPI:
     """The application. The engine is made when it starts and ends when it stops (ASGI lifespan); until then nothing
-    happens. `app.state.server` is its `Server`.
+    happens. `app.state.server` is its `Server`, and `replica` a name that its answers bear.
     """
     server = Server(llm, config or ServerConfig())
 
@@ -48,7 +48,7 @@ def create_app(llm: LLM, config: ServerConfig | None = None) -> FastAPI:
 
     app = FastAPI(title="selfspec", version=selfspec.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
-    app.add_middleware(Border, config=server.config, metrics=server.metrics)
+    app.add_middleware(Border, config=server.config, metrics=server.metrics, replica=replica)
     if server.config.allowed_origins:
         wide: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": [REQUEST_ID]}
         app.add_middleware(CORSMiddleware, allow_origins=[*server.config.allowed_origins], **wide)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left
+from codecs import getincrementaldecoder
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from time import time
@@ -141,7 +142,7 @@ class CompletionWriter(Writer):
         super().__init__(request, call, model, tokens)
         self._texts = texts
         self._offsets = [0] * len(call.choices)  # characters that are complete before the next token
-        self._parts = [b""] * len(call.choices)  # bytes of a character that the next tokens complete
+        self._decoders = [getincrementaldecoder("utf-8")("replace") for _ in call.choices]  # hold what is incomplete
 
     def choice(self, choice: Choice) -> dict[str, Any]:
         text, tokens, logprobs = choice.text, list(choice.token_ids), list(choice.logprobs or [])
@@ -164,17 +165,8 @@ class CompletionWriter(Writer):
             added = self._adds(token)
             if self.request.echo and not self._offsets[index] and not text.startswith(" "):
                 added = added.removeprefix(b" ")  # which some tokenizers put before a text
-            self._go_on(index, added)
+            self._offsets[index] += len(self._decoders[index].decode(added))
         return shown
-
-    def _go_on(self, index: int, added: bytes) -> None:
-        """Count the characters that are complete with these bytes."""
-        held = self._parts[index] + added
-        text = held.decode("utf-8", "replace")
-        begun = min(3, len(held))
-        part = next((held[-n:] for n in range(begun, 0, -1) if _begins_character(held[-n:])), b"")
-        self._parts[index] = part
-        self._offsets[index] += len(text) - bool(part)
 
     def _by_text(self, likely: dict[int, Logprob]) -> dict[str, float]:
         """Of tokens that are the same text, the likeliest."""
@@ -296,15 +288,6 @@ def in_order(expected: Sequence[int], tokens: Sequence[int]) -> int:
         else:
             i += 1
     return count
-
-
-def _begins_character(data: bytes) -> bool:
-    """Whether bytes are a character of UTF-8 that lacks its end."""
-    try:
-        data.decode()
-    except UnicodeDecodeError as problem:
-        return problem.start == 0 and problem.reason == "unexpected end of data"
-    return False
 
 
 def finite(logprob: float) -> float:

@@ -22,6 +22,7 @@ OPEN = ("/health", "/metrics", "/version", "/ping")  # which need no key
 COUNTED = "selfspec.counted"  # in a scope: another process counts this answer
 OF_V1 = ("chat", "completions", "messages", "models", "responses")  # first parts of paths behind /v1
 REQUEST_ID = "x-request-id"
+REPLICA_ID = "x-replica-id"  # header of answers; what has none is no replica's answer
 GONE = 499  # the status of requests whose clients left before an answer began
 
 
@@ -31,10 +32,12 @@ class Border:
     Args:
         app: what is behind it.
         metrics: counts the answers.
+        replica: the name of the replica that it is, which its answers bear.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, metrics: Metrics, replica: str | None = None) -> None:
         self._app, self._config, self._metrics = app, config, metrics
+        self._marks = {} if replica is None else {REPLICA_ID: replica}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -48,14 +51,17 @@ class Border:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+                MutableHeaders(scope=message).update(self._marks | {REQUEST_ID: request_id})
             await send(message)
 
         refusal = self._refusal(scope["path"], headers)
         try:
             if refusal is None:
-                await self._app(scope, _limited(receive, self._config.max_body_bytes), marked)
-            else:
+                try:
+                    await self._app(scope, _limited(receive, self._config.max_body_bytes), marked)
+                except HTTPException as problem:  # of the body, where what is behind does not answer it
+                    refusal = Refusal(problem.detail, problem.status_code)
+            if refusal is not None:
                 body = refusal.body_for(scope["path"])
                 await Json(body, refusal.status, refusal.headers)(scope, receive, marked)
         finally:

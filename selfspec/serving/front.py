@@ -10,22 +10,21 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import httpx
 import uvicorn
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from selfspec.serving.bodies import Json, event
-from selfspec.serving.border import COUNTED, Border
+from selfspec.serving.border import COUNTED, REPLICA_ID, Border
 from selfspec.serving.config import ServerConfig
 from selfspec.serving.metrics import Metrics, joined
 from selfspec.serving.refusal import Refusal
 
-REPLICA_ID = "x-replica-id"  # header of answers; what has none is no replica's answer
 TRIES, FIRST_WAIT = 6, 0.1  # seconds before the second try, which double
 ENDS = [b"[DONE]"]  # in the last event of a stream
 ENDS += [b'"type":"' + kind for kind in (b"error", b"message_stop", b"response.completed", b"response.incomplete")]
@@ -40,8 +39,8 @@ class Front:
         metrics: what /metrics tells.
     """
 
-    def __init__(self, upstream: str, config: ServerConfig, metrics: Callable[[], bytes]) -> None:
-        self._config, self._metrics = config, metrics
+    def __init__(self, upstream: str, metrics: Callable[[], bytes]) -> None:
+        self._metrics = metrics
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._client = httpx.AsyncClient(base_url=upstream, timeout=None, limits=limits)
 
@@ -52,10 +51,9 @@ class Front:
             text = await asyncio.to_thread(self._metrics)
             await Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)(scope, receive, send)
             return
-        body = await self._body(receive)
-        if body is None:
-            refusal = Refusal(f"the body must have at most {self._config.max_body_bytes} bytes", 413)
-            await Json(refusal.body_for(scope["path"]), 413)(scope, receive, send)
+        try:
+            body = await Request(scope, receive).body()
+        except ClientDisconnect:
             return
         work = asyncio.create_task(self._answer(scope, body, receive, send))
         watch = asyncio.create_task(_left(receive))
@@ -65,18 +63,6 @@ class Front:
         await asyncio.gather(work, watch, return_exceptions=True)
         if work in done:
             work.result()
-
-    async def _body(self, receive: Receive) -> bytes | None:
-        """A request's whole body; None: it is too large."""
-        parts, size = list[bytes](), 0
-        while True:
-            message = await receive()
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._config.max_body_bytes:
-                return None
-            if not message.get("more_body"):
-                return b"".join(parts)
 
     async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         for attempt in range(TRIES):
@@ -158,10 +144,8 @@ def fronted(
     """
     options: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "lifespan": "off"}
     options["timeout_graceful_shutdown"] = int(config.request_timeout)
-    unlimited = replace(config, max_body_bytes=1 << 60)  # the front has the limit
     metrics = Metrics(config.model)
-    front = Front(upstream, config, lambda: joined(metrics.text(), told()))
-    app = Border(front, unlimited, metrics)
+    app = Border(Front(upstream, lambda: joined(metrics.text(), told())), config, metrics)
     server = uvicorn.Server(uvicorn.Config(app, **options))
     thread = threading.Thread(target=server.run, args=(sockets,), name="selfspec-front", daemon=True)
     thread.start()

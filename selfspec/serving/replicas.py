@@ -18,14 +18,12 @@ from time import monotonic, sleep
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.datastructures import MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from selfspec.kernels.machine import usable_cores
 from selfspec.llm import LLM
 from selfspec.serving.app import create_app
 from selfspec.serving.config import ServerConfig
-from selfspec.serving.front import REPLICA_ID, fronted
+from selfspec.serving.front import fronted
 from selfspec.serving.run import bound
 
 NAME = "selfspec"  # of the application in Ray Serve
@@ -56,9 +54,8 @@ class Replica:
     def __init__(self, make_llm: Callable[[], LLM], config: ServerConfig, board: Any) -> None:
         from ray import serve
 
-        self._made: FastAPI = create_app(make_llm(), config)
         self._board, self._name = board, serve.get_replica_context().replica_id.unique_id
-        self._made.add_middleware(Named, name=self._name)
+        self._made: FastAPI = create_app(make_llm(), config, self._name)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Ray Serve asks for the application here, and runs its lifespan."""
@@ -91,26 +88,6 @@ class Board:
         silent = monotonic() - SILENT
         self._told = {name: one for name, one in self._told.items() if one[0] >= silent}
         return {name: text for name, (_, text) in self._told.items()}
-
-
-class Named:
-    """ASGI middleware: answers say which replica gave them.
-
-    Args:
-        app: what is behind it.
-        name: of the replica.
-    """
-
-    def __init__(self, app: ASGIApp, name: str) -> None:
-        self._app, self._name = app, name
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def marked(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REPLICA_ID] = self._name
-            await send(message)
-
-        await self._app(scope, receive, marked)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from selfspec.llm import LLM
@@ -43,20 +43,17 @@ from selfspec.serving.tokens import Reader
 from selfspec.structured.tool_calls import ToolGrammar, ToolUse
 
 _log = logging.getLogger("selfspec.serving")
-STREAM_HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-)
 
 
-class Answer(Response):
+class Answer(StreamingResponse):
     """What comes of a call, whole or as server-sent events. The call ends with it, whatever ends it: the client's going
     away, too, which is noticed at once.
     """
 
+    media_type = "text/event-stream"
+
     def __init__(self, writer: Writer, dispatcher: Dispatcher) -> None:
-        super().__init__()
+        super().__init__(writer.events(), headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._writer, self._call, self._dispatcher = writer, writer.call, dispatcher
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,7 +62,7 @@ class Answer(Response):
         try:
             if self._call.streams:
                 await self._call.accepted()
-                await self._stream(send)
+                await self.stream_response(send)
             else:
                 await self._call.ended()
                 await Json(self._writer.body())(scope, receive, send)
@@ -73,16 +70,8 @@ class Answer(Response):
             watch.cancel()
             self._dispatcher.end(self._call)
 
-    async def _stream(self, send: Send) -> None:
-        headers = [*STREAM_HEADERS]  # middleware may add to them
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async for events in self._writer.events():
-            await send({"type": "http.response.body", "body": events, "more_body": True})
-        await send({"type": "http.response.body"})
-
     async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await self.listen_for_disconnect(receive)
         self._dispatcher.end(self._call)
         self._call.fail(Refusal("the client has gone", 499))
 

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import json
-from functools import lru_cache
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 SPACE = "\u2581"  # stands for a space in the tokens of sentencepiece
-
-
-@lru_cache(maxsize=1)
-def byte_of() -> dict[str, int]:
-    """The bytes that byte-level tokenizers write as characters, by these (GPT-2, Radford et al. 2019).
-
-    Bytes that print are themselves; the others, in order, are the characters from U+0100 on.
-    """
-    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in printed]
-    return {chr(byte): byte for byte in printed} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+BYTES = {character: bytes([byte]) for byte, character in bytes_to_unicode().items()}  # of byte-level tokenizers
 
 
 class TokenTexts:
@@ -60,7 +51,7 @@ class TokenTexts:
         if written is None:
             return b""
         if self._is_byte_level:
-            return b"".join(bytes([byte_of()[one]]) if one in byte_of() else one.encode() for one in written)
+            return b"".join(BYTES.get(one) or one.encode() for one in written)
         if self._has_byte_tokens and len(written) == 6 and written.startswith("<0x") and written.endswith(">"):
             return bytes([int(written[3:5], 16)])
         if SPACE in written:
