@@ -1,4 +1,4 @@
-"""A tiny model in a folder, and a way to run the command line in this process; modules name the fixtures they use."""
+"""A tiny model in a folder, and a way to run the command line in this process."""
 
 from __future__ import annotations
 

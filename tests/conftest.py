@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["tests.compiling", "tests.kernels.as_on_devices"]
+pytest_plugins = ["tests.cli_fixtures", "tests.compiling", "tests.kernels.as_on_devices"]
 settings.register_profile(
     "repeatable", derandomize=True, deadline=None, max_examples=12, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -23,11 +23,8 @@ from selfspec.control import ledger
 from selfspec.control.registry import POLICIES
 from selfspec.loading.target import Target
 from selfspec.model.exit_heads import ExitHeads
-from tests import cli_fixtures
 from tests.cli_fixtures import Terminal, assert_refused
 
-model_folder, chat_folder, run = cli_fixtures.model_folder, cli_fixtures.chat_folder, cli_fixtures.run
-answer = cli_fixtures.answer
 STATS = {"num_generated_tokens", "num_spec_steps", "num_draft_tokens", "mean_acceptance_length", "acceptance_histogram"}
 
 

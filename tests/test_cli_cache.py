@@ -9,9 +9,7 @@ import time
 import pytest
 
 from selfspec import cached
-from tests import cli_fixtures
-
-run, assert_refused = cli_fixtures.run, cli_fixtures.assert_refused
+from tests.cli_fixtures import assert_refused
 
 
 @pytest.fixture

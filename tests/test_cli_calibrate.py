@@ -18,10 +18,7 @@ from selfspec.cli import status
 from selfspec.cli.status import StatusConsole
 from selfspec.control.costs import Costs
 from selfspec.progress import report, tell
-from tests import cli_fixtures
-from tests.cli_fixtures import Terminal, assert_refused
-
-model_folder, run = cli_fixtures.model_folder, cli_fixtures.run
+from tests.cli_fixtures import Terminal, assert_refused, save_model
 
 
 @pytest.fixture(autouse=True)
@@ -132,9 +129,7 @@ def test_other_bad_input_is_one_sentence(run, model_folder, tmp_path):
     assert_refused(run("calibrate", model_folder, "--device", "toaster"), 2, "--device", "toaster")
     assert_refused(run("calibrate", model_folder, "--dtype", "int8"), 2, "--dtype", "int8")
     assert_refused(run("calibrate", model_folder, "--adapter", tmp_path / "none"), 1, "adapter")
-    assert_refused(
-        run("calibrate", cli_fixtures.save_model(tmp_path, num_hidden_layers=1)), 1, "at least 2 layers, got 1"
-    )
+    assert_refused(run("calibrate", save_model(tmp_path, num_hidden_layers=1)), 1, "at least 2 layers, got 1")
 
 
 def test_too_many_rows_for_the_device_are_one_sentence(run, model_folder, monkeypatch):

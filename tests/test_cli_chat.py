@@ -11,12 +11,8 @@ from time import sleep
 import pytest
 
 from selfspec.decoding.engine import LLMEngine
-from tests import cli_fixtures
 from tests.cli_fixtures import TEMPLATE, assert_refused, save_model
 from tests.test_cli_process import start
-
-model_folder, chat_folder, run = cli_fixtures.model_folder, cli_fixtures.chat_folder, cli_fixtures.run
-answer = cli_fixtures.answer
 
 
 @pytest.fixture

@@ -12,10 +12,8 @@ from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.datastore_build import build
 from selfspec.loading import hub
 from selfspec.model.fingerprint import vocabulary_of
-from tests import cli_fixtures
 from tests.cli_fixtures import Terminal, assert_refused, save_model
 
-run = cli_fixtures.run
 CODE = Path(corpus.__file__)
 
 

@@ -10,11 +10,7 @@ from safetensors.torch import load_file, save_file
 from selfspec.cli.failure import Failure
 from selfspec.cli.prompts import parse_lines
 from selfspec.model.exit_heads import ExitHeads
-from tests import cli_fixtures
 from tests.cli_fixtures import assert_refused, save_model
-
-model_folder, chat_folder = cli_fixtures.model_folder, cli_fixtures.chat_folder
-copy_of, run = cli_fixtures.copy_of, cli_fixtures.run
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from selfspec.calibrate.profile import STORED
 from selfspec.cli import generate as command
 from selfspec.learn import Learner
 from selfspec.model.exit_heads import FILE, ExitHeads
-from tests.cli_fixtures import assert_refused, copy_of, model_folder, run  # noqa: F401
+from tests.cli_fixtures import assert_refused
 
 FIXED = ("--exit-layer", 1, "--num-speculative-tokens", 4, "--max-tokens", 32)
 
@@ -22,7 +22,7 @@ def prompts(tmp_path):
     return file
 
 
-def test_a_run_learns_and_the_next_goes_on(run, model_folder, prompts, tmp_path, monkeypatch):  # noqa: F811
+def test_a_run_learns_and_the_next_goes_on(run, model_folder, prompts, tmp_path, monkeypatch):
     monkeypatch.setitem(Learner.__init__.__kwdefaults__, "clock", lambda: 0.0)  # learning takes no time by this clock
     arguments = ("generate", "--model", model_folder, "--prompts", prompts, *FIXED)
     folder = tmp_path / "heads" / "new"
@@ -43,14 +43,14 @@ def test_a_run_learns_and_the_next_goes_on(run, model_folder, prompts, tmp_path,
     assert sum(first.counts.values()) == written, "of all answers, which drafts begin over"
 
 
-def test_adaptive_keeps_how_often_its_heads_were_right(run, model_folder, prompts, tmp_path):  # noqa: F811
+def test_adaptive_keeps_how_often_its_heads_were_right(run, model_folder, prompts, tmp_path):
     folder = tmp_path / "heads"
     assert run("generate", "--model", model_folder, "--prompts", prompts, "--learn", folder).code == 0
     assert sorted(file.name for file in folder.iterdir()) == sorted([FILE, STORED])
     assert run("generate", "--model", model_folder, "--exit-heads", folder, "number 1").code == 0
 
 
-def test_what_was_learned_is_kept_when_interrupted(run, model_folder, prompts, tmp_path, monkeypatch):  # noqa: F811
+def test_what_was_learned_is_kept_when_interrupted(run, model_folder, prompts, tmp_path, monkeypatch):
     def stops(line):
         raise KeyboardInterrupt
 
@@ -60,19 +60,19 @@ def test_what_was_learned_is_kept_when_interrupted(run, model_folder, prompts, t
     ExitHeads.load(tmp_path / "heads")
 
 
-def test_heads_of_another_model_are_refused(run, model_folder, tmp_path):  # noqa: F811
+def test_heads_of_another_model_are_refused(run, model_folder, tmp_path):
     ExitHeads([5], 16, 2).save(tmp_path)
     done = run("generate", "--model", model_folder, "--learn", tmp_path, "hello")
     assert_refused(done, 2, "width 16", "width 32")
 
 
-def test_damaged_heads_are_refused(run, model_folder, tmp_path):  # noqa: F811
+def test_damaged_heads_are_refused(run, model_folder, tmp_path):
     (tmp_path / FILE).write_bytes(b"no")
     done = run("generate", "--model", model_folder, "--learn", tmp_path, "hello")
     assert_refused(done, 1, str(tmp_path), "damaged")
 
 
-def test_wrong_usage_is_refused(run, model_folder, tmp_path):  # noqa: F811
+def test_wrong_usage_is_refused(run, model_folder, tmp_path):
     start = ("generate", "--model", model_folder, "hello", "--learn")
     (tmp_path / "file").write_text("")
     assert_refused(run(*start, tmp_path / "file"), 2, "--learn needs a folder")

@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import cli_fixtures
 from tests.cli_fixtures import save_model
 
-model_folder = cli_fixtures.model_folder
 ROOT = Path(__file__).parents[1]
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 COMMAND = [sys.executable, "-m", "selfspec"]

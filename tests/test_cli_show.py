@@ -18,9 +18,7 @@ from selfspec.cli.session import STAGES, Run
 from selfspec.control.plan import GRAMMAR, NUM_BINS, SurvivalStop
 from selfspec.core import LOOKUP, Plan, Request, RoundOutput, RowRound, Sequence, StageSeconds
 from selfspec.decoding.outputs import SpecStats
-from tests import cli_fixtures
 
-model_folder = cli_fixtures.model_folder
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 SEQUENCE = Sequence(0, Request([0]), [0], 9)
 

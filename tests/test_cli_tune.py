@@ -8,10 +8,7 @@ import pytest
 
 from selfspec.cli.tune import read_workload
 from selfspec.model.exit_heads import FILE, ExitHeads
-from tests import cli_fixtures
 from tests.cli_fixtures import assert_refused
-
-model_folder, run = cli_fixtures.model_folder, cli_fixtures.run
 
 TEXTS = [f"def f{n}(x):" for n in range(10)]
 

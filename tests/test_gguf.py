@@ -21,12 +21,11 @@ from selfspec.loading.gguf.file import GgufFile
 from selfspec.model.fingerprint import weights_of
 from selfspec.model.gguf_blocks import BlockWeight
 from selfspec.model.self_check import tolerance
-from tests import cli_fixtures
+from tests.cli_fixtures import assert_refused
 from tests.gguf_files import END, family_model, source_model, write_gguf
 from tests.target import Target, load
 
 gguf = pytest.importorskip("gguf")
-run, assert_refused = cli_fixtures.run, cli_fixtures.assert_refused
 PROMPT = [84, 104, 101, 32, 105]
 IDS = torch.tensor([[84, 104, 101, 32, 105, 44, 9, 200, 31, 84, 104, 101, 77, 3]])
 FAMILIES = {

@@ -19,11 +19,9 @@ from selfspec.calibrate import profile
 from selfspec.control.acceptance import Tracker
 from selfspec.model.exit_heads import FILE as EXIT_HEADS
 from selfspec.model.exit_heads import ExitHeads
-from tests import cli_fixtures
 from tests.target import Target, load
 
 BEST = "cuda" if torch.cuda.is_available() else "cpu"  # the device where none is named
-model_folder, copy_of = cli_fixtures.model_folder, cli_fixtures.copy_of
 
 
 def test_a_folder_is_loaded_with_its_tokenizer(model_folder):

@@ -15,9 +15,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from selfspec.loading.gguf.file import part_names
 from selfspec.loading.hub import open_target
 from selfspec.loading.names import PATIENCE, SHORT_PATIENCE, file_beside, find, gguf_models
-from tests import cli_fixtures
 
-model_folder = cli_fixtures.model_folder
 SPLIT = ("big-Q8_0-00001-of-00002.gguf", "big-Q8_0-00002-of-00002.gguf")
 
 

@@ -12,12 +12,10 @@ from transformers import AutoModelForCausalLM
 from selfspec.calibrate import profile
 from selfspec.loading import hub
 from selfspec.model.quantized import KINDS, dense, is_dense
-from tests import cli_fixtures
 from tests.helpers import tokens_of
 from tests.slow import slow
 from tests.target import load
 
-run, model_folder = cli_fixtures.run, cli_fixtures.model_folder
 PROMPTS = [[5, 9, 14, 5, 9], [1, 2, 3]]
 
 

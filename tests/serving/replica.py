@@ -1,32 +1,15 @@
-"""Ray for tests, and what replicas serve: a slow random model with drafts of its process; a file breaks its engine."""
+"""What replicas serve in tests: a slow random model with drafts of its process; a file breaks its engine."""
 
 from __future__ import annotations
 
 import os
 import time
-from importlib.util import find_spec
 from pathlib import Path
-
-import pytest
 
 from tests.helpers import Schedule
 from tests.serving.server import speaker
 
-ROOT = Path(__file__).parents[2]
 SECONDS = 0.04  # that a program takes at least, so that a test can step in
-
-
-@pytest.fixture(scope="module")
-def local_ray():
-    """Ray on this machine, for processes that find this repository."""
-    if find_spec("ray") is None:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("needs Ray: pip install 'selfspec[ray]'")
-    paths = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
-    told = {"RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in told.items():
-            patch.setenv(name, value)
-        yield
 
 
 class Dice(Schedule):

@@ -15,12 +15,10 @@ import pytest
 
 from selfspec import LLM, SamplingParams, SpeculativeConfig
 from selfspec.serving.batch_files import _row
-from tests import cli_fixtures
 from tests.cli_fixtures import TEMPLATE, assert_refused, save_model
 from tests.serving import replica
 from tests.serving.server import speaker
 
-run, local_ray = cli_fixtures.run, replica.local_ray
 ROOT = Path(__file__).parents[2]
 PATIENCE = 600.0  # seconds after which a test that hangs fails
 MANY = 200  # lines: it has not answered all of them when it is stopped after the third

@@ -12,12 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests import cli_fixtures
 from tests.cli_fixtures import TEMPLATE, assert_refused, save_model
-from tests.serving import replica
 from tests.serving.server import eventually
 
-run, local_ray = cli_fixtures.run, replica.local_ray
 ROOT = Path(__file__).parents[2]
 PATIENCE = 600.0  # seconds after which a test that hangs fails
 

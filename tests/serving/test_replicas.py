@@ -20,13 +20,10 @@ import pytest
 from selfspec import SamplingParams
 from selfspec.serving.config import ServerConfig
 from selfspec.serving.replicas import options_of
-from tests import cli_fixtures
 from tests.cli_fixtures import assert_refused
-from tests.serving import replica
 from tests.serving.replica import make
 from tests.serving.server import MODEL, speaker
 
-run, local_ray = cli_fixtures.run, replica.local_ray
 PATIENCE = 600.0  # seconds after which a test that hangs fails; a replica imports torch when it starts
 SESSIONS = [f"session {number}" for number in range(12)]
 PROMPT, WAY = "Hä?", {"max_tokens": 150, "temperature": 1.1, "ignore_eos": True}
