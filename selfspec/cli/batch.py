@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
 from selfspec.cli.failure import RUN, Failure
 from selfspec.cli.options import ModelArgument, ModelOptions, Quiet, Replicas, ServedModelName, as_sentences
-from selfspec.cli.serve import MAX_NUM_SEQS, PARTS, check_replicas, require
+from selfspec.cli.serve import MAX_NUM_SEQS, PARTS, check_replicas, named, require
 from selfspec.cli.session import open_llm
 from selfspec.cli.status import StatusConsole
 from selfspec.core import SpeculativeConfig
@@ -51,16 +50,8 @@ def batch(
             from selfspec.serving.batch import UNLIMITED
             from selfspec.serving.batch_files import read_lines
 
-        size, unlimited = config.max_num_seqs or MAX_NUM_SEQS, cast(dict[str, Any], UNLIMITED)
-        name, *aliases = served_model_name or [model]
-        config = replace(
-            config,
-            model=name,
-            aliases=aliases,
-            access_log=False,
-            max_num_seqs=size,
-            **unlimited,
-        )
+        size = config.max_num_seqs or MAX_NUM_SEQS
+        config = named(config, served_model_name or [model], access_log=False, max_num_seqs=size, **UNLIMITED)
         make_llm = partial(open_llm, model, options, speculative, max_num_seqs=size)
         is_parquet = output.suffix == PARQUET
         with _opened(output.with_name(output.name + ".jsonl") if is_parquet else output) as answers:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
@@ -58,8 +58,7 @@ def serve(
     require("serve", PARTS)
     with StatusConsole(quiet) as status:
         model = chosen(model, status)
-    name, *aliases = served_model_name or [model]
-    config = replace(config, model=name, aliases=aliases, max_num_seqs=size, access_log=config.access_log and not quiet)
+    config = named(config, served_model_name or [model], max_num_seqs=size, access_log=config.access_log and not quiet)
     if max_replicas is not None and max_replicas < (replicas or 1024):
         raise Failure(f"--max-replicas must be at least --replicas, got {max_replicas} and {replicas or 'none'}")
     if replicas is not None:
@@ -82,6 +81,13 @@ def serve(
             as_sentences(),
         ):
             DrainingServer(llm, config, at, say=status.say).run()
+
+
+def named(config: ServerConfig, names: Sequence[str], **more: Any) -> ServerConfig:
+    """The configuration of a server that has these names, the first of which its answers bear."""
+    if "" in names:
+        raise Failure("--served-model-name must be a text that is not empty")
+    return replace(config, model=names[0], aliases=names[1:], **more)
 
 
 def require(extra: str, parts: Sequence[str]) -> None:

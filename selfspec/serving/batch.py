@@ -16,7 +16,7 @@ from selfspec.serving.batch_files import Answer, Line
 from selfspec.serving.config import ServerConfig
 
 RESTARTS = 2  # of a process that was killed; what it was doing is done again
-UNLIMITED = {
+UNLIMITED: dict[str, Any] = {
     "max_body_bytes": 1 << 40,
     "max_waiting_requests": 1 << 30,
     "max_waiting_tokens": 1 << 60,

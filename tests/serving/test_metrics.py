@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from selfspec.control.plan import GRAMMAR
-from selfspec.core import LOOKUP, Plan, Request, RoundOutput, RowRound, Sequence, StageSeconds
-from selfspec.serving.metrics import Metrics
 from tests.helpers import Always
 from tests.serving.server import serving, speaker
 
@@ -80,14 +77,3 @@ def test_the_dashboard_asks_for_metrics_that_exist_and_for_all_of_them(asked):
     of_whom = {re.sub(r"_(bucket|sum|count)$", "", name) for name in named}
     assert {name for name in kinds if not name.endswith("_created")} - others <= of_whom | named
     assert len({panel["id"] for panel in panels}) == len(panels)
-
-
-def test_rounds_of_forced_tokens_are_told_apart_from_lookup():
-    sequence = Sequence(0, Request([0]), [0], 9)
-    forced = RowRound(sequence, 2, 2, [5, 6, 7], [5, 6], match_length=2, source=GRAMMAR)
-    found, alone = RowRound(sequence, 1, 0, [5], [6]), RowRound(sequence, 0, 0, [5])
-    metrics = Metrics("m")
-    for rows in ([forced], [forced, alone], [forced, found], [found]):
-        metrics.program([RoundOutput(LOOKUP, rows, StageSeconds(), Plan(LOOKUP, (2,) * len(rows)))], 0)
-    told = dict(re.findall(r'selfspec_rounds_total\{drafter="(\w+)".*?\} (\S+)', metrics.text().decode()))
-    assert told == {"grammar": "2.0", "lookup": "2.0"}
