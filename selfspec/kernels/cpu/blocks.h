@@ -221,12 +221,21 @@ static inline Vec half_floats(const char* from) {
 #endif
 }
 
+// LANES bytes. Explicit on x86, where compilers convert them one after the other.
 template <typename Byte>
-static inline Vec byte_floats(const char* from) {  // LANES bytes
+static inline Vec byte_floats(const char* from) {
+#if defined(__AVX512F__)
+    __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return (Vec)_mm512_cvtepi32_ps(Byte(-1) < 0 ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#elif defined(__AVX2__)
+    __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+    return (Vec)_mm256_cvtepi32_ps(Byte(-1) < 0 ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+#else
     typedef Byte Bytes __attribute__((vector_size(LANES)));
     Bytes bytes;
     std::memcpy(&bytes, from, sizeof bytes);
     return __builtin_convertvector(bytes, Vec);
+#endif
 }
 
 // The integers of LANES outputs in word 2 j + part of a block. half: of the panel.
