@@ -109,55 +109,41 @@ def test_a_sentence_says_what_drafted_and_what_it_gained():
     assert show.what_drafted(run, same) == f"Drafted: {told}. 2.00 times as fast as plain decoding."
 
 
-def test_a_round_of_forced_tokens_names_the_grammar():
-    forced = RowRound(SEQUENCE, 2, 2, [5, 6, 7], [5, 6], match_length=2, source=GRAMMAR)
-    assert line_of(7, Plan(LOOKUP, (2,)), forced) == "round    7  grammar  drafted  2  accepted  2"
-    assert line_of(7, Plan(LOOKUP, (2, 2)), forced, ONE_OF_TWO).startswith("round    7   2 rows  lookup  drafted  4")
-
-
-ONE_OF_TWO = RowRound(SEQUENCE, 2, 1, [5, 6], [5, 7])
-
-
-def line_of(number, plan, *rows, exit_layer=-1):
-    drafts = plan.exit_layer if exit_layer < 0 else exit_layer
-    return show.plan_line(number, RoundOutput(drafts, [*rows], StageSeconds(), plan))
+HALF, ALL = (RowRound(SEQUENCE, 2, at, [5, 6, 7][: at + 1], [5, 6]) for at in (1, 2))
+NOTHING, BRANCHES = RowRound(SEQUENCE, 0, 0, [5]), RowRound(SEQUENCE, 1, 1, [5, 6], [5], num_branch_tokens=4)
+FORCED = RowRound(SEQUENCE, 2, 2, [5, 6, 7], [5, 6], match_length=2, source=GRAMMAR)
+SURE = Plan(3, (18,), stop=SurvivalStop((0.5,) * NUM_BINS, 0.618), speedup=2.342)
 
 
 @pytest.mark.parametrize(
-    ("plan", "line"),
+    ("plan", "rows", "line"),
     [
-        (Plan(None, (0,), speedup=1.0), "round    7  plain"),
-        (Plan(3, (4,)), "round    7  exit  3  up to  4  drafted  2  accepted  1"),
-        (
-            Plan(3, (18,), stop=SurvivalStop((0.5,) * NUM_BINS, 0.618), speedup=2.342),
-            "round    7  exit  3  up to 18  drafted  2  accepted  1  2.34x expected  stops below 62%",
-        ),
+        (Plan(None, (0,), speedup=1.0), [HALF], "plain"),
+        (Plan(3, (4,)), [HALF], "exit  3  up to  4  drafted  2  accepted  1"),
+        (SURE, [HALF], "exit  3  up to 18  drafted  2  accepted  1  2.34x expected  stops below 62%"),
         (
             Plan(12, (18,), min_confidence=0.4),
-            "round    7  exit 12  up to 18  drafted  2  accepted  1  stops at a token below 40%",
+            [HALF],
+            "exit 12  up to 18  drafted  2  accepted  1  stops at a token below 40%",
         ),
+        (Plan(3, (4, 0)), [HALF, NOTHING], " 2 rows  exit  3  up to  4  drafted  2  accepted  1"),
+        (Plan(None, (0, 0)), [HALF, NOTHING], " 2 rows  plain"),
+        (Plan(LOOKUP, (2,)), [ALL], "lookup  drafted  2  accepted  2"),
+        (Plan(LOOKUP, (2,)), [FORCED], "grammar  drafted  2  accepted  2"),
+        (Plan(LOOKUP, (2, 2)), [FORCED, HALF], " 2 rows  lookup  drafted  4  accepted  3"),
+        (Plan(3, (8,)), [BRANCHES], "exit  3  up to  8  drafted  1 +4 on branches  accepted  1"),
     ],
-    ids=["plain", "fixed", "with a stop", "with a confidence"],
 )
-def test_a_plan_is_a_line(plan, line):
-    assert line_of(7, plan, ONE_OF_TWO) == line
+def test_a_round_is_a_line(plan, rows, line):
+    assert show.plan_line(7, RoundOutput(plan.exit_layer, rows, StageSeconds(), plan)) == f"round    7  {line}"
 
 
-def test_a_round_of_several_rows_gives_sums():
-    rows = [ONE_OF_TWO, RowRound(SEQUENCE, 0, 0, [5])]
-    assert line_of(123, Plan(3, (4, 0)), *rows) == "round  123   2 rows  exit  3  up to  4  drafted  2  accepted  1"
-    assert line_of(1, Plan(None, (0, 0)), *rows) == "round    1   2 rows  plain"
+def test_a_round_by_lookup_of_another_plan_says_so():
+    round_ = RoundOutput(LOOKUP, [ALL], StageSeconds(), Plan(3, (4,), speedup=2.0))
+    assert show.plan_line(1, round_) == "round    1  lookup  drafted  2  accepted  2"
 
 
-def test_a_round_by_lookup_says_so_whoever_drafts_the_others():
-    row = RowRound(SEQUENCE, 2, 2, [5, 6, 7], [5, 6])
-    assert line_of(1, Plan(0, (2,)), row) == "round    1  lookup  drafted  2  accepted  2"
-    assert line_of(1, Plan(3, (4,), speedup=2.0), row, exit_layer=0) == "round    1  lookup  drafted  2  accepted  2"
-
-
-def test_tokens_on_branches_are_in_the_line_and_in_the_table():
-    row = RowRound(SEQUENCE, 1, 1, [5, 6], [5], num_branch_tokens=4)
-    assert line_of(1, Plan(3, (8,)), row) == "round    1  exit  3  up to  8  drafted  1 +4 on branches  accepted  1"
+def test_tokens_on_branches_are_in_the_table():
     stats = SpecStats()
     for num_branch_tokens, is_shown in ((0, False), (4, True)):
         stats.add_round(3, 2, 3, num_branch_tokens)

@@ -177,6 +177,8 @@ def test_requests_can_be_aborted_while_they_wait_and_while_their_prompts_are_rea
 def test_aborting_unknown_finished_or_aborted_requests_changes_nothing(target):
     run, [prompt] = Run(engine_of(target, Schedule(0, 4))), make_prompts([5])
     first = run.add(prompt, params(1))
+    with pytest.raises(ValueError, match=f"request_id must be a text that no unfinished request has, got '{first}'"):
+        run.engine.add_request(first, prompt, params(1))
     run.engine.abort("99")
     assert run.finish().output(first).finish_reason == "length"
     run.engine.abort(first)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from selfspec.core import SamplingParams
@@ -84,22 +83,3 @@ def test_special_tokens_are_text_where_asked():
     names = [run.add(make_prompts([3])[0], way) for way in ways]
     run.finish()
     assert [run.output(name).text for name in names] == ["", byte_tokenizer().eos_token]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"logit_bias": {5: 101}}, r"logit_bias must be numbers in \[-100, 100\]"),
-        ({"logit_bias": {-1: 1}}, "a token id of logit_bias"),
-        ({"min_tokens": -1}, "min_tokens must be a whole number of at least 0"),
-        ({"skip_special_tokens": 1}, "skip_special_tokens must be True or False"),
-    ],
-)
-def test_wrong_rules_are_refused(wrong, words):
-    with pytest.raises(ValueError, match=words):
-        SamplingParams(**wrong)
-
-
-def test_a_bias_of_no_token_is_refused():
-    with pytest.raises(ValueError, match=r"0\.\.256"):
-        engine_of("eager").add_request("a", [1], SamplingParams(logit_bias={257: 1}))

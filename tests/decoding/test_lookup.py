@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from selfspec.core import LOOKUP, Draft, Plan, SamplingParams
+from selfspec.core import LOOKUP, Draft, SamplingParams
 from selfspec.drafting import lookup
 from selfspec.drafting.lookup import TextLookup
 from tests.decoding.test_greedy import check_equals_generate
 from tests.decoding.test_processors import PROCESSORS
 from tests.decoding.test_sampling import check_equals_plain
-from tests.helpers import Always, Run, Schedule, decode, engine_of, generate, make_prompts, request
+from tests.helpers import Always, Schedule, decode, generate, make_prompts, request
 from tests.models import EOS, tiny
 
 VOCAB = 96
@@ -78,16 +78,3 @@ def test_the_index_is_made_when_it_is_first_asked_for(exit_layer, count, monkeyp
     monkeypatch.setattr(lookup, "TextLookup", lambda content, **more: made.append(content) or TextLookup(content))
     decode(tiny("llama"), echoes([9]), Always(exit_layer, 4), SamplingParams(max_tokens=8))
     assert len(made) == count
-
-
-@pytest.mark.parametrize("exit_layer", [-1, 4])
-def test_exit_layers_below_the_lookup_and_beyond_the_model_are_refused(exit_layer):
-    run = Run(engine_of(tiny("llama"), Always(exit_layer, 2)))
-    run.add([5, 6, 7], SamplingParams(max_tokens=8))
-    with pytest.raises(ValueError, match=r"a plan's exit_layer must be None or lie in 0..3 \(0: lookup\), got"):
-        run.step()
-
-
-def test_a_draft_by_lookup_has_no_confidences():
-    plan = Plan(LOOKUP, (3,), min_confidence=0.5, keep_confidence=True)
-    assert not plan.reads_confidence

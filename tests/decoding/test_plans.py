@@ -71,7 +71,6 @@ def alternatives(num_rates, rate, most, lengths=(2, 2)):
         (Plan(4, (1, 1)), r"a plan's exit_layer must be None or lie in 0\.\.3 \(0: lookup\), got 4"),
         (Plan(-1, (1, 1)), r"a plan's exit_layer must be None or lie in 0\.\.3 \(0: lookup\), got -1"),
         (Plan(0, (1,)), r"a plan's draft_lengths must be one per row, 2, got 1"),
-        (Plan(2, (1,)), r"a plan's draft_lengths must be one per row, 2, got 1"),
         (Plan(2, (1, -1)), r"a plan's draft length must be a whole number of at least 0, got -1"),
         (Plan(2, (1, 1), num_rounds=0), r"a plan's num_rounds must be a whole number of at least 1, got 0"),
         (Plan(2, (1, 1), deadline=-1.0), r"a plan's deadline must be seconds, at least 0, or None, got -1\.0"),

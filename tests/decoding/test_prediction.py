@@ -55,11 +55,3 @@ def test_matches_are_found_in_the_prediction_and_in_what_is_written(make):
     text += [1, 2]
     assert lookup.draft(3) == ([3, 4, 9], 2, 0)
     assert lookup.take_tally().num_tokens == 8
-
-
-@pytest.mark.parametrize("wrong", [5, [-1], [0.5]])
-def test_a_prediction_that_is_none_is_refused(wrong):
-    with pytest.raises(ValueError, match="prediction"):
-        SamplingParams(prediction=wrong)
-    with pytest.raises(ValueError, match="prediction must hold token ids in"):
-        engine_of("eager").add_request("a", [1], SamplingParams(prediction=[257]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,6 +32,10 @@ def test_figures_follow_from_the_rounds_by_hand():
     assert stats.draft_acceptance_rate == 9 / 17
     # position 1: 4 of 5 steps; 2: 3 of 5, of the 4 that got there; 3: 1 of the 4 that drafted it, of 2; 4: 1 of 3, of 1
     assert stats.acceptance_by_position() == [(4 / 5, 4 / 5), (3 / 5, 3 / 4), (1 / 4, 1 / 2), (1 / 3, 1 / 1)]
+    told = json.loads(json.dumps(stats.as_dict()))
+    assert told.pop("acceptance_histogram") == {"0": 1, "1": 1, "2": 2, "4": 1}
+    assert told.pop("acceptance_by_position")[1] == {"joint": 3 / 5, "conditional": 3 / 4}
+    assert told == {name: getattr(stats, name) for name in told}
 
 
 def test_positions_that_no_step_reached_are_not_listed():
@@ -64,14 +67,3 @@ def test_a_sum_is_what_all_rounds_together_give_and_changes_neither_part(one, ot
     left, right = made(one), made(other)
     assert left + right == made(one + other)
     assert (left, right) == (made(one), made(other))
-
-
-def test_as_dict_is_json_with_the_same_figures():
-    stats = made(ROUNDS)
-    read = json.loads(json.dumps(stats.as_dict()))
-    assert read["acceptance_histogram"] == {"0": 1, "1": 1, "2": 2, "4": 1}
-    assert read["acceptance_by_position"][1] == {"joint": 0.6, "conditional": 0.75}
-    for name in ("num_generated_tokens", "num_spec_steps", "num_plain_steps", "num_draft_tokens"):
-        assert read[name] == getattr(stats, name)
-    for name in ("num_accepted_draft_tokens", "mean_acceptance_length", "draft_acceptance_rate"):
-        assert read[name] == pytest.approx(getattr(stats, name))
