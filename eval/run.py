@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from eval.models import open_llm
 from eval.questions import encoded, fingerprint, read_questions
 from eval.records import RunFolder, read_object, write_file
 from eval.report import publish
+from eval.session import complete
 from eval.studies import make_studies
 from eval.summary import compare_outputs, fastest_plain, summarise
 from selfspec.control.registry import NEEDS_COSTS
@@ -36,15 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run or resume; returns the exit code."""
     options = parser_of("run", RunConfig, __doc__).parse_args(arguments)
     config = config_of(RunConfig, options.config, flags_given(options))
-    session, code = Session(config), 0
-    with contextlib.closing(session):
-        try:
-            session.run()
-        except KeyboardInterrupt:
-            code = 130
-        print(session.finish(), end="")
-    print(f"{'stopped; run the same command to resume: ' if code else ''}{config.output}", file=sys.stderr)
-    return code
+    with contextlib.closing(Session(config)) as session:
+        return complete(session, config.output)
 
 
 class Session:

@@ -48,11 +48,16 @@ class Resumable(ABC, Generic[Config]):
 
     def complete(self) -> int:
         """Run until all is measured or the user interrupts, and print the tables; returns the exit code, 0 or 130."""
-        code = 0
-        try:
-            self.run()
-        except KeyboardInterrupt:
-            code = 130
-        print(self.finish(), end="")
-        print(f"{'stopped; run the same command to resume: ' if code else ''}{self.folder}", file=sys.stderr)
-        return code
+        return complete(self, self.folder)
+
+
+def complete(session: Any, folder: object) -> int:
+    """`run` a session, `finish` it, also after an interrupt, and print what that returns; the exit code, 0 or 130."""
+    code = 0
+    try:
+        session.run()
+    except KeyboardInterrupt:
+        code = 130
+    print(session.finish(), end="")
+    print(f"{'stopped; run the same command to resume: ' if code else ''}{folder}", file=sys.stderr)
+    return code

@@ -209,7 +209,7 @@ def test_a_batch_on_two_actors_is_that_of_one_process(run, local_ray, folder, tm
     found = []
     for name, options in (("one", ()), ("two", ("--replicas", 2))):
         done = run("batch", folder, "--input", lines, "--output", tmp_path / name, *PLAIN, *options)
-        assert done.code == 0 and "13 lines answered, 1 of them with an error" in done.err, done.err
+        assert done.code == 1 and "13 lines answered, 1 of them with an error" in done.err, done.err
         answers = read(tmp_path / name)
         assert answers.pop("line-13")["error"] is not None
         found.append({own: text_of(answer) for own, answer in answers.items()})
