@@ -231,7 +231,7 @@ def layers_of(split: SplitModel) -> str:
     if split.runner is None:
         return "not recorded"
     body = split.recorded
-    return f"recorded, fused (weights: {body.packing})" if isinstance(body, FusedBody) else "recorded, the model's own"
+    return f"recorded, {body} (weights: {body.packing})" if isinstance(body, FusedBody) else "recorded, the model's own"
 
 
 def launches(split: SplitModel, counts: Sequence[int] = (1, 5, 32, 160)) -> dict[str, dict[str, float]]:

@@ -55,7 +55,7 @@ def costs_key(split: SplitModel) -> dict[str, Any]:
         "engine": split.backend,
         **({"packed": split.compiled.num_bytes} if split.compiled is not None else {}),
         **({"exact": split.wide} if split.wide else {}),
-        **({"recorded": "fused" if split.recorded is not None else "views"} if split.runner is not None else {}),
+        **({"recorded": str(split.recorded or "views")} if split.runner is not None else {}),
         "exit_heads": None if split.exit_heads is None else [split.exit_heads.inner_size, *split.exit_heads.layers],
         **({"ranks": split.ranks.count} if split.ranks is not None else {}),
         "device": device_name(split.device),

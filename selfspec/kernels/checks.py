@@ -209,7 +209,9 @@ def check_rotate_attend(
     dim = keys.shape[3]
     check_attend(qkv.unflatten(1, (-1, dim))[:, : qkv.shape[1] // dim - 2 * keys.shape[2]], keys, values, layout, None)
     require = Requirements("rotate_attend", qkv.device)
-    require.dense("counters", counters, INT32, *counters.shape)
+    require.dense("counters", counters, INT32, counters.numel())
+    least = len(layout.counts) * layout.most_new * keys.shape[2]
+    require.holds("counters", f"at least {least} numbers", len(counters), len(counters) >= least)
     if q_norm is not None:
         require.holds("q_norm.offset", "0", q_norm.offset, q_norm.offset == 0.0)
 

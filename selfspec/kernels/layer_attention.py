@@ -16,12 +16,11 @@ from torch import Tensor
 
 from selfspec.kernels.attention_splits import tile_splits, tiling_of
 from selfspec.kernels.checks import check_rotate_attend
-from selfspec.kernels.layout import Layout, Norm
+from selfspec.kernels.layout import SPLIT, Layout, Norm
 from selfspec.kernels.paged_attention import _over_pages, _zero_padding
 from selfspec.kernels.skinny_products import _tree_sum
 
 LEAST_TILE = 16  # rows of a tile of queries: the fewest that tensor cores take
-SPLIT = 256  # tokens of a split
 NEW = 16  # new tokens that are rotated at once
 
 
@@ -46,7 +45,8 @@ def rotate_attend(
         qkv, keys, values, cos, sin, q_norm, k_norm: see `fused_layer.rotate`; norms have no offset.
         layout: the rows of the call; the positions of a row's new tokens are the last ones that it holds.
         scale: factor of the scores.
-        counters: int32, zeros, at least `num_counters` of them; zeros again when the launch ends.
+        counters: int32, zeros, one for each slot, each of its `most_new` tokens and each key head at least; zeros again
+            when the launch ends.
         window: attend to the last `window` positions only.
 
     Returns:
@@ -61,7 +61,9 @@ def rotate_attend(
     out = qkv.new_empty((count, heads, dim))
     if count == 0:
         return out
-    tiling = tiling_of(out, keys, layout, window, None, tile_rows(heads // kv_heads), SPLIT)
+    share = heads // kv_heads
+    rows = max(LEAST_TILE, int(triton.next_power_of_2(share)))
+    tiling = tiling_of(out, keys, layout, window, None, rows, SPLIT)
     most = tiling.splits.most
     partial = qkv.new_empty((most, count, heads, dim), dtype=torch.float32)
     tops, totals = qkv.new_empty((2, most, count, heads), dtype=torch.float32)
@@ -70,23 +72,12 @@ def rotate_attend(
         q_norm and q_norm.weight, k_norm and k_norm.weight,
         layout.starts, layout.counts, layout.lengths, layout.pages, layout.rows, layout.slots,
         scale, q_norm.eps if q_norm else 0.0, window or 0, count, qkv.stride(0), layout.pages.stride(0), tiling.blocks,
-        HEADS=heads, SHARE=heads // kv_heads, DIM=dim, PAGE_SIZE=page_size, KV_HEADS=kv_heads, ROWS=tiling.rows,
+        HEADS=heads, SHARE=share, DIM=dim, PAGE_SIZE=page_size, KV_HEADS=kv_heads, ROWS=tiling.rows,
         QUERIES=tiling.queries, BLOCK_D=tiling.block_d, LEVELS=tiling.block_d.bit_length() - 1, BLOCK_N=tiling.block_n,
         SPLIT=SPLIT, NEW=NEW, WINDOW=window is not None, UPCAST=triton.knobs.runtime.interpret,
         **tiling.options, enable_fp_fusion=False,
     )  # fmt: skip
     return out
-
-
-def tile_rows(share: int) -> int:
-    """The rows of a tile, for `share` query heads that read the same keys."""
-    return max(LEAST_TILE, int(triton.next_power_of_2(share)))
-
-
-def num_counters(slots: int, most_new: int, heads: int, kv_heads: int) -> int:
-    """The counters of a call: one for each tile of queries."""
-    share = heads // kv_heads
-    return slots * triton.cdiv(most_new, tile_rows(share) // share) * kv_heads
 
 
 @triton.jit(do_not_specialize=["window", "num_tokens", "blocks"])

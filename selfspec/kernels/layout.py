@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+SPLIT = 256  # tokens of a split of attention in one launch, see `layer_attention`
+
 
 class Norm(NamedTuple):
     """An RMS norm. It multiplies by `weight + offset`."""

@@ -21,7 +21,8 @@ Pick = Callable[..., tuple[Tensor, Tensor]]
 class Kernels(NamedTuple):
     """The kernels of recorded rounds. The Triton functions of the same names document arguments and results.
 
-    `add_norm`, `rotate` and `gate` are those of fused layers, see `selfspec.executors.cuda.fused_body`.
+    `add_norm`, `rotate` and `gate` are those of fused layers, see `selfspec.executors.cuda.fused_body`; those after
+    them of layers in five launches, see `selfspec.executors.cuda.skinny_body`.
     """
 
     name: str
@@ -34,11 +35,17 @@ class Kernels(NamedTuple):
     add_norm: Callable[..., tuple[Tensor, Tensor | None]]
     rotate: Callable[..., Tensor]
     gate: Callable[[Tensor, str], Tensor]
+    norm_product: Callable[..., Tensor]
+    gate_product: Callable[..., Tensor]
+    product_add: Callable[..., tuple[Tensor, Tensor]]
+    squares_of: Callable[[Tensor], Tensor]
+    rotate_attend: Callable[..., Tensor]
 
 
 REFERENCE = Kernels(
     "reference", reference.scatter, reference.attend, reference.pick, reference.prepare, reference.accept,
-    reference.advance, reference.add_norm, reference.rotate, reference.gate,
+    reference.advance, reference.add_norm, reference.rotate, reference.gate, reference.norm_product,
+    reference.gate_product, reference.product_add, reference.squares_of, reference.rotate_attend,
 )  # fmt: skip
 
 
@@ -80,7 +87,12 @@ def triton_kernels() -> Kernels:
     from selfspec.kernels.fused_layer import add_norm, gate, rotate
     from selfspec.kernels.fused_pick import pick
     from selfspec.kernels.kv_scatter import scatter
+    from selfspec.kernels.layer_attention import rotate_attend
     from selfspec.kernels.paged_attention import attend
     from selfspec.kernels.prepare_round import prepare
+    from selfspec.kernels.skinny_products import gate_product, norm_product, product_add, squares_of
 
-    return Kernels("triton", scatter, attend, pick, prepare, accept, advance, add_norm, rotate, gate)
+    return Kernels(
+        "triton", scatter, attend, pick, prepare, accept, advance, add_norm, rotate, gate, norm_product, gate_product,
+        product_add, squares_of, rotate_attend,
+    )  # fmt: skip

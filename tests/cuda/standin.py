@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from functools import cached_property
 
+import torch
+
 from selfspec.executors.cuda.exact import exact_split
 from selfspec.executors.cuda.fused_body import FusedBody
 from selfspec.executors.cuda.runner import Runner
+from selfspec.executors.cuda.skinny_body import SkinnyBody
 from selfspec.kernels import reference
 from selfspec.kernels.suite import REFERENCE
 from tests.cuda.tape import Tape
@@ -22,7 +25,31 @@ def attend(queries, keys, values, layout, *options, tile_rows=None, split=None):
     return reference.attend(queries, keys, values, layout, *options)
 
 
+def rotate_attend(qkv, keys, values, layout, *rest):
+    """The twin over a constant number of keys."""
+    return reference.rotate_attend(qkv, keys, values, layout._replace(most_tokens=MOST_TOKENS), *rest)
+
+
+def by_row(kernel, num_given):
+    """A twin whose bits for a row depend on no other row. `num_given`: its first arguments that have a line a row."""
+
+    def run(*args):
+        lines = zip(*(one.split(1) for one in args[:num_given]), strict=True)
+        done = [kernel(*line, *args[num_given:]) for line in lines]
+        return torch.cat(done) if isinstance(done[0], torch.Tensor) else tuple(map(torch.cat, zip(*done, strict=True)))
+
+    return run
+
+
+def product_add(x, weight, bias, hidden):
+    return by_row(lambda x, hidden: reference.product_add(x, weight, bias, hidden), 2)(x, hidden)
+
+
 EXACT = REFERENCE._replace(attend=attend)
+INVARIANT = EXACT._replace(
+    norm_product=by_row(reference.norm_product, 2), gate_product=by_row(reference.gate_product, 2),
+    product_add=product_add, squares_of=by_row(reference.squares_of, 1), rotate_attend=rotate_attend,
+)  # fmt: skip
 
 
 def runner_of(split, kernels=REFERENCE, tape=None, budget=1 << 40, max_rows=8):
@@ -39,13 +66,15 @@ class ShortBlocks(Target):
         return exact_split(self.split, rows=8, wide=16, checked=(37, 21, 6))
 
 
-def with_runner(target, budget=1 << 40, max_rows=8, num_bytes=None, kernels=REFERENCE, packing=None):
+def with_runner(target, budget=1 << 40, max_rows=8, num_bytes=None, kernels=REFERENCE, packing=None, skinny_rows=0):
     """The same target, run from recordings by the reference kernels, or by others.
 
     `packing`: how fused layers, which the recordings then run, have their weights; None: they run the views.
+    `skinny_rows`: the most tokens of a call whose fused layers take five launches.
     """
     if target.split.backend == "compiled":  # it reads rows where no recording has them: on the host
         target.split.compiled = None
     runner = target.split.runner = runner_of(target.split, kernels, Tape(num_bytes), budget, max_rows)
-    target.split.recorded = None if packing is None else FusedBody(target.split.llama, runner.kernels, packing)
+    body = None if packing is None else FusedBody(target.split.llama, runner.kernels, packing)
+    target.split.recorded = SkinnyBody(body, skinny_rows) if skinny_rows else body
     return target

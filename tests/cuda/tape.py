@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from selfspec.executors.cuda.capture import CannotCapture, OperationTracer
+from selfspec.kernels.suite import Kernels
 
 WAITS = {  # the host needs an answer of the device, be it only the size of a result
     "item", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "unique", "_unique",
@@ -29,7 +30,7 @@ WAITS = {  # the host needs an answer of the device, be it only the size of a re
 }  # fmt: skip
 FROM_HOST = {"lift_fresh", "pin_memory", "_pin_memory"}
 SHORT = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
-KERNELS = ("scatter", "attend", "pick", "prepare", "accept", "advance", "add_norm", "rotate", "gate")
+KERNELS = Kernels._fields[1:]
 ON_HOST = ("pick", "accept")  # kernels whose references read numbers on the host
 
 

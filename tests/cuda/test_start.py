@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import cache, partial
+from itertools import chain, repeat
 
 import pytest
 import torch
@@ -153,7 +154,7 @@ def opened(monkeypatch, tmp_path):
     monkeypatch.setattr(runners, "round_problem", lambda *given: done.append("check") or check(*given))
 
     def open_one(model, seconds=(2e-3, 1e-3), owned=True):
-        times = iter(seconds)
+        times = chain(seconds, repeat(1.0) if seconds else ())  # five launches are as slow as ten
         install = partial(runners.install, make=runner_of, measure=lambda *given: done.append("time") or next(times))
         monkeypatch.setattr(targets, "install", install)
         return Target(model, backend="views", owned=owned), len(done)

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton.runtime import interpreter
 
 from selfspec.kernels import layer_attention
-from selfspec.kernels.layer_attention import num_counters, rotate_attend
+from selfspec.kernels.layer_attention import rotate_attend
 
 pytestmark = pytest.mark.usefixtures("rounds_to_nearest")
 RAGGED = [(5, 2), (0, 0), (253, 6), (600, 1), (0, 3)]  # an empty slot, a split that begins among the new tokens
@@ -30,9 +30,7 @@ def a_call(rows, heads, kv_heads, dim, dtype, padding=0, has_norms=False, seed=0
     qkv = torch.randn(count, (heads + 2 * kv_heads) * dim + 5).to(dtype)[:, 5:]
     angle = torch.rand(call.layout.most_tokens, dim // 2) * 6
     norms = [Norm(torch.randn(dim).mul(0.1).add(1.0).to(dtype), 1e-5) for _ in range(2)] if has_norms else [None, None]
-    counters = torch.zeros(
-        num_counters(len(call.layout.counts), call.layout.most_new, heads, kv_heads), dtype=torch.int32
-    )
+    counters = torch.zeros(len(call.layout.counts) * call.layout.most_new * kv_heads, dtype=torch.int32)
     given = (call.layout, angle.cos().to(dtype), angle.sin().to(dtype), dim**-0.5, counters)
     return qkv, (call.keys, call.values), given, norms
 
@@ -102,3 +100,5 @@ def test_wrong_arguments_are_refused():
             module.rotate_attend(qkv, *pages, *given, None, offset, offset)
         with pytest.raises(ValueError, match=r"counters must be int32"):
             module.rotate_attend(qkv, *pages, *given[:-1], given[-1].long())
+        with pytest.raises(ValueError, match=r"counters must be at least 1 numbers, got 0"):
+            module.rotate_attend(qkv, *pages, *given[:-1], given[-1][:0])

@@ -7,6 +7,7 @@ device_work   what several threads give one device, in one order
 self_check    compares recorded rounds with the eager layers
 packed_linear linear layers of one input as one product
 fused_body    the layers of Llama-shaped models in ten launches each
+skinny_body   the same in five launches each, for calls of few tokens
 body_choice   chooses between fused layers and the model's own modules
 runner        makes and keeps the recordings of a split model's rounds
 exact_body    fused layers whose bits for a token depend on no other token of a call

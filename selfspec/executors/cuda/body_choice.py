@@ -1,7 +1,8 @@
-"""Choice of what runs the layers in recordings: the model's own modules (the views), or `FusedBody`.
+"""Choice of what runs the layers in recordings: the model's own modules (the views), `FusedBody` or `SkinnyBody`.
 
 The views serve every family. The fused layers are used if, on the device itself, they give the views' hidden states up
-to rounding, and a recorded plain token takes less time with them.
+to rounding, and a recorded plain token takes less time with them. So are, for calls of few tokens, those in five
+launches, whose bits must also be the same for any number of rows.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from selfspec.executors.cuda.device_work import fastest
 from selfspec.executors.cuda.fused_body import FusedBody
 from selfspec.executors.cuda.packed_linear import Packing
 from selfspec.executors.cuda.rounds import StaticRows, token_capacity
+from selfspec.executors.cuda.skinny_body import SkinnyBody, differing_rows, unserved
+from selfspec.kernels.checks import SKINNY_ROWS
 from selfspec.kernels.layout import padded
 from selfspec.model.attention_backends import layout_of
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
@@ -36,6 +39,7 @@ CALLS = (  # two ragged rows, then what follows them
 )
 PLACES = 24  # more than the calls have tokens
 CONTEXT = 64  # tokens before the one that is measured
+TIMED = (1, 16, 32, SKINNY_ROWS)  # rows with a token each, by which five launches are compared with ten
 REPEATS, REPLAYS = 3, 10  # measurements, and replays in each
 
 
@@ -43,6 +47,7 @@ class BodyChoice(NamedTuple):
     """What runs the layers in recordings of a model that passed the self-check; it can be kept and used again."""
 
     packing: Packing | None  # how the weights of fused layers are packed; None: the model's own modules run
+    skinny_rows: int  # the most tokens of a call whose layers take five launches; 0: none
 
 
 def choose_body(
@@ -65,7 +70,7 @@ def choose_body(
     cannot_record = runner.refused is not None
     if split.llama is None or cannot_record:
         _log.info("recordings run the model's own modules: fused layers do not serve this model")
-        return None if cannot_record else BodyChoice(None)
+        return None if cannot_record else BodyChoice(None, 0)
     measure, raised = measure or replay_seconds, None
     try:
         body = fused_body(split, runner, packing_of(split.llama, owned))
@@ -85,9 +90,47 @@ def choose_body(
         split.recorded = runner.refused = None
         runner.graphs.forget(lambda key: True)
         _log.info("recordings run the model's own modules; with fused layers: %s", reason)
-        return None if raised else BodyChoice(None)
+        return None if raised else BodyChoice(None, 0)
     _log.info("recordings run fused layers (weights: %s); with them, %s", body.packing, times)
-    return BodyChoice(body.packing)
+    rows = _skinny_rows(split, runner, body, problem_of, measure)
+    return None if rows is None else BodyChoice(body.packing, rows)
+
+
+def _skinny_rows(
+    split: Any, runner: Any, body: FusedBody, problem_of: Callable[[], str], measure: Measure
+) -> int | None:
+    """The most tokens of a call whose layers take five launches; 0: none; None where an error decided.
+
+    If any do, `split.recorded` is set to such layers. Recordings of one token for each row take less time with them
+    than with `body` for every number of rows in `TIMED` up to the result.
+    """
+    raised, most, told, reason = None, 0, "", unserved(body)
+    try:
+        if not reason:
+            five = SkinnyBody(body)
+            error = layers_error(split, five)
+            reason = "" if error <= MAX_ROUNDINGS else f"hidden states differ by {error:.2g} roundings"
+            reason = reason or differing_rows(split, five)
+        for rows in () if reason else TIMED:
+            split.recorded = body
+            ten = _token_seconds(split, runner, measure, rows)
+            split.recorded = five
+            own = _token_seconds(split, runner, measure, rows)
+            told = f"tokens of {rows} rows take {1e3 * own:.3g} ms, {1e3 * ten:.3g} ms with ten launches"
+            if own >= ten:
+                break
+            most = five.most_rows = rows
+        runner.graphs.forget(lambda key: True)
+        reason = reason or ("" if most else told) or problem_of() or runner.refused or ""
+    except Exception as problem:  # compilers and drivers raise exceptions of any type
+        raised, reason = problem, f"{type(problem).__name__}: {problem}"
+    if reason:
+        split.recorded, runner.refused = body, None
+        runner.graphs.forget(lambda key: True)
+        _log.info("fused layers take ten launches; with five: %s", reason)
+        return None if raised else 0
+    _log.info("fused layers take five launches in calls of at most %d tokens; %s", most, told)
+    return most
 
 
 def apply_choice(split: Any, runner: Any, owned: bool, choice: BodyChoice) -> bool:
@@ -96,7 +139,8 @@ def apply_choice(split: Any, runner: Any, owned: bool, choice: BodyChoice) -> bo
         return True
     if split.llama is None or packing_of(split.llama, owned) != choice.packing:
         return False
-    split.recorded = fused_body(split, runner, choice.packing)
+    body = fused_body(split, runner, choice.packing)
+    split.recorded = SkinnyBody(body, choice.skinny_rows) if choice.skinny_rows else body
     return True
 
 
@@ -165,11 +209,12 @@ def _excess(got: Tensor, wanted: Tensor, change: Tensor) -> Tensor:
     return beyond.clamp(min=0).norm() / change.norm()
 
 
-def _token_seconds(split: Any, runner: Any, measure: Measure) -> float:
-    """The seconds of a plain token, from a recording of all layers and the head as they are run now."""
-    cache = runner.new_cache(1, 2 * CONTEXT)
-    token = torch.zeros(1, dtype=torch.int64, device=split.device)
-    layout = layout_of(PackedRows(cache, [Span([0], CONTEXT, 1)], split.device))
+def _token_seconds(split: Any, runner: Any, measure: Measure, rows: int = 1) -> float:
+    """The seconds of a plain token of each row, from a recording of all layers and the head as they are run now."""
+    cache = runner.new_cache(rows, 2 * CONTEXT)
+    token = torch.zeros(rows, dtype=torch.int64, device=split.device)
+    spans = [Span([row], CONTEXT, 1) for row in range(rows)]
+    layout = layout_of(PackedRows(cache, spans, split.device))
     layout = layout._replace(most_tokens=token_capacity(CONTEXT, cache.capacity))
 
     def body() -> tuple[Tensor, ...]:

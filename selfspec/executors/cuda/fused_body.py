@@ -48,6 +48,9 @@ class FusedBody:
         types = [layer.layer_type for layer in weights.layers]
         self._rotary = RotaryTables(weights.rotary, types, weights.embedding)
 
+    def __str__(self) -> str:
+        return "fused"
+
     @staticmethod
     def bytes_of(weights: LlamaWeights) -> int:
         """Bytes that packed copies of a model's weights take."""
@@ -89,14 +92,14 @@ class FusedBody:
         for depth in range(start, stop):
             layer, products = layers[depth], self._products[depth]
             hidden, normed = self._add_norm(hidden, branch, layer.norm, post)
-            _tap(taps, depth, start, hidden)
+            tap(taps, depth, start, hidden)
             branch = self._attention(rows, layer, products, tables, normed)
             hidden, normed = self._add_norm(hidden, branch, layer.mlp_norm, layer.post_norm)
             gate_up = self.product(products.gate_up, normed)
             branch = self.product(products.down, self.kernels.gate(gate_up, self.weights.activation))
             post = layer.post_mlp_norm
         hidden, last = self.kernels.add_norm(hidden, branch, self.weights.norm if stop == len(layers) else None, post)
-        _tap(taps, stop, start, hidden)
+        tap(taps, stop, start, hidden)
         return hidden if last is None else last
 
     def refresh(self, deeply: bool = False) -> None:
@@ -142,7 +145,7 @@ def _groups(layer: Layer) -> tuple[tuple[Linear, ...], ...]:
     return (layer.q, layer.k, layer.v), (layer.o,), (layer.gate, layer.up), (layer.down,)
 
 
-def _tap(taps: Taps | None, depth: int, start: int, hidden: Tensor) -> None:
+def tap(taps: Taps | None, depth: int, start: int, hidden: Tensor) -> None:
     if taps is not None and start < depth and depth in taps:
         taps[depth] = hidden
 

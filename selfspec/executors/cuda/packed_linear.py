@@ -52,6 +52,16 @@ class PackedLinear:
         """Bytes that the packed weight takes in addition to the model's own."""
         return self.bytes_of(self.linears) if self.packing == "copy" else 0
 
+    @property
+    def weight(self) -> Tensor | None:
+        """The weight of all layers, `[sum of outputs, in]`; None where each layer is a product of its own."""
+        return None if len(self.linears) > 1 and self.packing == "none" else self._weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The biases of all layers, `[sum of outputs]`, zeros for those without one; None where there is none."""
+        return self._bias
+
     def __call__(self, x: Tensor) -> Tensor:
         """The outputs of all layers, `[N, sum of outputs]`, for inputs `[N, in]`."""
         if len(self.linears) == 1 or self.packing != "none":

@@ -1,0 +1,147 @@
+"""`SkinnyBody`: the layers of a Llama-shaped model in five launches each, for calls of few tokens.
+
+A layer is: norm and product for queries, keys and values; rotation, KV write and attention; output product and sum;
+norm, products for gate and up, and activation; down product and sum. Products have one order of sums for up to 64 rows,
+and attention splits of a constant size: so a token's bits do not depend on the other tokens of the call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selfspec.executors.cuda.fused_body import FusedBody, tap
+from selfspec.executors.cuda.packed_linear import PackedLinear
+from selfspec.executors.cuda.rounds import StaticRows
+from selfspec.kernels.checks import SKINNY_ROWS
+from selfspec.kernels.layout import SPLIT, Layout
+from selfspec.model.attention_backends import layout_of
+from selfspec.model.kv_cache import PackedRows, PagedCache, Span
+from selfspec.model.llama_weights import Layer
+from selfspec.model.split_model import Taps
+
+MOST_PARTIAL_BYTES = 128 << 20  # of partial results of attention
+COMPARED = (1, 2, 5, 16, 17, 33)  # rows of calls whose bits are compared with those of 64
+NUM_NEW = 5  # tokens of a row in one call, compared with as many calls
+
+
+class SkinnyBody(FusedBody):
+    """Fused layers in five launches each for calls of at most `most_rows` places; longer calls take ten.
+
+    Args:
+        shares: the layers, with their packed weights; `unserved` says whether they can be run so.
+        most_rows: 1 to 64.
+    """
+
+    def __init__(self, shares: FusedBody, most_rows: int = SKINNY_ROWS) -> None:
+        super().__init__(shares.weights, shares.kernels, shares.packing, shares)
+        self.most_rows = most_rows
+        self._kv_heads = len(shares.weights.layers[0].k.weight) // shares.weights.head_dim
+        counters = torch.zeros(SKINNY_ROWS * self._kv_heads, dtype=torch.int32)
+        self._counters = counters.to(shares.weights.embedding.device)
+
+    def __str__(self) -> str:
+        return f"fused, five launches for up to {self.most_rows} tokens"
+
+    def run(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None = None) -> Tensor:
+        """See `SplitModel.run`."""
+        assert isinstance(rows, StaticRows)
+        if not self.takes(rows.layout):
+            return super().run(rows, start, stop, given, taps)
+        hidden = given if start else self._embedded(given)
+        squares = self.kernels.squares_of(hidden)
+        for depth in range(start, stop):
+            tap(taps, depth, start, hidden)
+            attended = self.attention(rows, depth, self.qkv(depth, hidden, squares))
+            hidden, squares = self.add(self._products[depth].o, attended, hidden)
+            hidden, squares = self.add(self._products[depth].down, self.gated(depth, hidden, squares), hidden)
+        tap(taps, stop, start, hidden)
+        if stop < len(self.weights.layers):
+            return hidden
+        normed = self.kernels.add_norm(hidden, None, self.weights.norm)[1]
+        assert normed is not None
+        return normed
+
+    def takes(self, layout: Layout) -> bool:
+        """Whether a call's layers take five launches."""
+        count, slots = len(layout.rows), len(layout.counts)
+        heads = len(self.weights.layers[0].q.weight) // self.weights.head_dim
+        partial = -(-layout.most_tokens // SPLIT) * count * heads * (4 * self.weights.head_dim + 8)
+        is_small = count <= self.most_rows and slots * layout.most_new <= SKINNY_ROWS
+        return is_small and partial <= MOST_PARTIAL_BYTES
+
+    # The launches of a layer.
+
+    def qkv(self, depth: int, hidden: Tensor, squares: Tensor) -> Tensor:
+        """Queries, keys and values, `[N, (heads + 2 * kv_heads) * head_dim]`, of hidden states and their squares."""
+        linear = self._products[depth].qkv
+        assert linear.weight is not None
+        norm = self.weights.layers[depth].norm
+        return self.kernels.norm_product(hidden, squares, norm, linear.weight, linear.bias)
+
+    def attention(self, rows: StaticRows, depth: int, qkv: Tensor) -> Tensor:
+        """The heads' results, `[N, heads * head_dim]`."""
+        layer, dim = self.weights.layers[depth], self.weights.head_dim
+        key = qkv.unflatten(1, (-1, dim))[:, : self._kv_heads]  # of the shape of new keys and values
+        pages = rows.cache.layer(layer.layer_idx, key, key)
+        angles = self._rotary.of(rows.layout.most_tokens)[layer.layer_type]
+        return self.kernels.rotate_attend(
+            qkv, *pages, rows.layout, *angles, layer.scale, self._counters, layer.window, layer.q_norm, layer.k_norm
+        ).flatten(1)
+
+    def gated(self, depth: int, hidden: Tensor, squares: Tensor) -> Tensor:
+        """The gated states of the MLP, `[N, inner]`, of hidden states and their squares."""
+        weight, norm = self._products[depth].gate_up.weight, self.weights.layers[depth].mlp_norm
+        assert weight is not None
+        gate, up = weight.chunk(2)
+        return self.kernels.gate_product(hidden, squares, norm, gate, up, self.weights.activation)
+
+    def add(self, linear: PackedLinear, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states plus a product of a layer, and sums of their squares."""
+        assert linear.weight is not None
+        return self.kernels.product_add(x, linear.weight, linear.bias, hidden)
+
+
+def unserved(body: FusedBody) -> str:
+    """Why a model's layers cannot take five launches; "" if they can."""
+    if body.packing == "none":
+        return "the weights of products are not packed"
+    return next((reason for reason in map(_unserved, body.weights.layers) if reason), "")
+
+
+def _unserved(layer: Layer) -> str:
+    if layer.post_norm is not None or any(norm is not None and norm.offset for norm in layer.norms):
+        return "norms have offsets, or stand after products"
+    if layer.gate.bias is not None or layer.up.bias is not None:
+        return "gate and up have biases"
+    shapes = {(len(one.weight), one.weight.shape[1]) for one in (layer.gate, layer.up)}
+    return "" if len(shapes) == 1 else "gate and up have different shapes"
+
+
+@torch.inference_mode()
+def differing_rows(split: Any, body: SkinnyBody) -> str:
+    """Which calls give a row other bits than a call of 64 rows, or several tokens others than one by one; "": none."""
+    caches = [PagedCache(SKINNY_ROWS, 16) for _ in range(2)]
+    shape, rng = (SKINNY_ROWS, 2 * NUM_NEW), torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, split.vocab_size, shape, generator=rng).to(split.device)
+
+    def run(cache: PagedCache, rows: int, at: int, count: int = 1) -> Tensor:
+        spans = [Span([row], at, count) for row in range(rows)]
+        static = StaticRows(cache, layout_of(PackedRows(cache, spans, split.device)), body.kernels)
+        return body.run(static, 0, split.num_layers, tokens[:rows, at : at + count].flatten())
+
+    for cache in caches:
+        for at in range(NUM_NEW):
+            run(cache, SKINNY_ROWS, at)
+    whole = run(caches[0], SKINNY_ROWS, NUM_NEW)
+    for rows in COMPARED:
+        if not torch.equal(run(caches[0], rows, NUM_NEW), whole[:rows]):
+            return f"a row has other bits among {rows} rows than among {SKINNY_ROWS}"
+    rows = SKINNY_ROWS // NUM_NEW
+    alone = [run(caches[0], rows, at) for at in range(NUM_NEW, 2 * NUM_NEW)]
+    together = run(caches[1], rows, NUM_NEW, NUM_NEW)
+    if not torch.equal(torch.stack(alone, 1).flatten(0, 1), together):
+        return f"{NUM_NEW} tokens of a row have other bits than one by one"
+    return ""

@@ -1,0 +1,238 @@
+"""Layers in five launches: equal to the model's own up to rounding, five launches a layer, and when they are used."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import pytest
+import torch
+
+from selfspec import SamplingParams
+from selfspec.calibrate.profile import costs_key
+from selfspec.executors.cuda import runner as runners
+from selfspec.executors.cuda.body_choice import MAX_ROUNDINGS, TIMED, layers_error
+from selfspec.executors.cuda.fused_body import FusedBody
+from selfspec.executors.cuda.rounds import StaticRows
+from selfspec.executors.cuda.skinny_body import SkinnyBody, differing_rows, unserved
+from selfspec.kernels.suite import REFERENCE, triton_kernels
+from selfspec.loading import target as targets
+from selfspec.model.kv_cache import PagedCache
+from selfspec.model.split_model import SplitModel
+from tests.cuda.standin import INVARIANT, runner_of, with_runner
+from tests.cuda.test_fused_body import PAGE, Launches, given_tokens, layouts, real
+from tests.helpers import Schedule, decode, generate, make_prompts, tokens_of
+from tests.kernels.samples import layout_of
+from tests.models import build
+from tests.slow import slow
+from tests.target import Target
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+OWN = ("norm_product", "gate_product", "product_add", "squares_of", "rotate_attend")
+
+
+def skinny(family, dtype=torch.float32, kernels=REFERENCE, **options):
+    split = SplitModel(build(family, **options).to(dtype))
+    return split, SkinnyBody(FusedBody(split.llama, kernels, "copy"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_are_those_of_the_views(family, dtype):
+    split, body = skinny(family, dtype)
+    assert not unserved(body)
+    assert layers_error(split, body) <= 1
+
+
+@torch.inference_mode()
+def test_parts_and_taps_are_those_of_ten_launches():
+    split, body = skinny("qwen3")
+    ten = FusedBody(split.llama, REFERENCE, "copy")
+    for layout, _ in layouts():
+        results = []
+        for one in (body, ten):
+            taps = {1: None, 2: None, 3: None, 4: None}
+            rows = [StaticRows(PagedCache(9, PAGE), layout, REFERENCE) for _ in range(3)]
+            early = one.run(rows[0], 0, 1, given_tokens(layout), taps)
+            late = one.run(rows[1], 1, 4, early, taps)
+            whole = one.run(rows[2], 0, 4, given_tokens(layout))
+            results.append([one[real(layout)] for one in (early, late, whole, *taps.values())])
+        for got, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.bfloat16), slow("qwen3", torch.float32)])
+@pytest.mark.usefixtures("rounds_to_nearest")
+def test_the_kernels_themselves_are_equal_to_the_views(family, dtype):
+    """In Triton's interpreter."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    assert layers_error(*skinny(family, dtype, triton_kernels(), num_hidden_layers=2)) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("rounds_to_nearest", "sums_in_order")
+def test_the_kernels_themselves_give_a_row_the_same_bits_among_any_number_of_rows():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    assert differing_rows(*skinny("llama", torch.bfloat16, triton_kernels(), num_hidden_layers=2)) == ""
+
+
+def test_differing_bits_are_found():
+    assert differing_rows(*skinny("llama", kernels=INVARIANT)) == ""
+
+    def careless(qkv, keys, values, layout, *rest):
+        return INVARIANT.rotate_attend(qkv, keys, values, layout, *rest) * (1 + 1e-6 * layout.most_new)
+
+    def product(hidden, squares, *rest):
+        return INVARIANT.norm_product(hidden, squares, *rest) * (1 + 1e-6 * (len(hidden) > 16))
+
+    found = differing_rows(*skinny("llama", kernels=INVARIANT._replace(norm_product=product)))
+    assert found == "a row has other bits among 1 rows than among 64"
+    found = differing_rows(*skinny("llama", kernels=INVARIANT._replace(rotate_attend=careless)))
+    assert found == "5 tokens of a row have other bits than one by one"
+
+
+@pytest.mark.parametrize("family", ["gemma", "gemma3_text"])
+def test_norms_with_offsets_are_not_served(family):
+    _, body = skinny(family)
+    assert unserved(body) == "norms have offsets, or stand after products"
+
+
+def test_unpacked_weights_are_not_served():
+    assert unserved(FusedBody(SplitModel(build("llama")).llama, REFERENCE, "none")).startswith("the weights")
+
+
+# ------------------------------------------------------------------------------------------------------------ launches
+
+
+def counting(launched):
+    """The reference kernels of a layer in five launches, and the norm after the last one, each counted."""
+
+    def seen(name):
+        def run(*args, **kwargs):
+            launched.append(name)
+            with torch.utils._python_dispatch._disable_current_modes():
+                return getattr(REFERENCE, name)(*args, **kwargs)
+
+        return run
+
+    return REFERENCE._replace(**{name: seen(name) for name in (*OWN, "add_norm", "attend", "rotate", "gate")})
+
+
+@torch.inference_mode()
+def test_a_layer_takes_five_launches():
+    kernels = list[str]()
+    _, body = skinny("llama", kernels=counting(kernels))
+    layout, _ = next(layouts())
+    rows = StaticRows(PagedCache(9, PAGE), layout, body.kernels)
+    tokens = given_tokens(layout)
+    body.run(rows, 0, 4, tokens)  # makes what is made once
+    kernels.clear()
+    with Launches() as seen:
+        body.run(rows, 0, 4, tokens)
+    layer = ["norm_product", "rotate_attend", "product_add", "gate_product", "product_add"]
+    assert kernels == ["squares_of", *layer * 4, "add_norm"]
+    assert [name.split(".")[1] for name in seen.names] == ["embedding"]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("rows", "most", "takes"), [(64, 64, True), (65, 64, False), (17, 16, False), (16, 16, True)])
+def test_calls_of_more_tokens_take_ten(rows, most, takes):
+    kernels = list[str]()
+    _, body = skinny("llama", kernels=counting(kernels))
+    body.most_rows = most
+    layout, num_pages = layout_of([(0, 1)] * rows, PAGE)
+    body.run(StaticRows(PagedCache(num_pages, PAGE), layout, body.kernels), 0, 1, torch.zeros(rows, dtype=torch.int64))
+    assert ("rotate_attend" in kernels) == takes and ("rotate" in kernels) == (not takes)
+
+
+def test_long_contexts_take_ten():
+    """Partial results of attention would take more than 128 MiB."""
+    _, body = skinny("llama")
+    layout, _ = layout_of([(0, 1)] * 64, PAGE)
+    assert body.takes(layout) and not body.takes(layout._replace(most_tokens=1 << 23))
+
+
+# ------------------------------------------------------------------------------------------------------------- choosing
+
+FASTER, SLOWER = (2e-3, 1e-3), (1e-3, 2e-3)  # with ten launches, and with five
+
+
+@pytest.fixture
+def installed(monkeypatch, tmp_path, caplog):
+    """Opens a model, whose replays of the views and of fused layers, then of ten and of five launches, take such
+    seconds; and what was timed so far."""
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
+    timed = list[float]()
+
+    def open_one(*seconds, kernels=INVARIANT, owned=True):
+        times = iter((2e-3, 1e-3, *(one for pair in seconds for one in pair)))
+
+        def measure(*given):
+            timed.append(next(times))
+            return timed[-1]
+
+        made = partial(runners.install, make=lambda split: runner_of(split, kernels), measure=measure)
+        monkeypatch.setattr(targets, "install", made)
+        with caplog.at_level(logging.INFO, "selfspec"):
+            return Target(build("llama"), backend="views", owned=owned), len(timed)
+
+    return open_one
+
+
+@pytest.mark.parametrize(
+    ("seconds", "most"),
+    [((FASTER,) * 4, 64), ((FASTER, FASTER, SLOWER), 16), ((FASTER, SLOWER), 1), ((SLOWER,), 0)],
+)
+def test_five_launches_are_used_for_as_many_rows_as_they_are_faster(installed, seconds, most, caplog):
+    assert len(TIMED) == 4
+    target, timed = installed(*seconds)
+    for one in (target, installed()[0]):  # the second time without timing
+        body = one.split.recorded
+        assert type(body) is (SkinnyBody if most else FusedBody)
+        assert getattr(body, "most_rows", 0) == most
+        told = f"fused, five launches for up to {most} tokens" if most else "fused"
+        assert costs_key(one.split)["recorded"] == told, "costs are those of what runs"
+    assert installed()[1] == timed == 2 + 2 * len(seconds)
+    assert ("five launches in calls of at most" in caplog.text) == (most > 0)
+
+
+def test_five_launches_that_are_wrong_here_are_not_used(installed, caplog):
+    def wrong(*given):
+        return 1.03 * INVARIANT.gate_product(*given)
+
+    def differs(hidden, *rest):
+        return INVARIANT.norm_product(hidden, *rest) * (1 + 1e-6 * (len(hidden) > 16))
+
+    def fails(*given):
+        raise RuntimeError("no kernel image is available")
+
+    faults = {"gate_product": (wrong, "roundings"), "norm_product": (differs, "a row has other bits among 1 rows")}
+    for name, (kernel, told) in {**faults, "squares_of": (fails, "no kernel image is available")}.items():
+        target, timed = installed(*[FASTER] * 4, kernels=INVARIANT._replace(**{name: kernel}), owned=False)
+        assert type(target.split.recorded) is FusedBody and target.split.runner.refused is None
+        assert "fused layers take ten launches; with five: " in caplog.text and told in caplog.text
+        assert timed % 2 == 0, "none of five launches was timed"
+        caplog.clear()
+
+
+def test_the_check_finds_a_wrong_scale():
+    split, body = skinny("llama", torch.bfloat16)
+    layers = [one._replace(scale=one.scale * 1.1) for one in split.llama.layers]
+    wrong = SkinnyBody(FusedBody(split.llama._replace(layers=layers), REFERENCE, "copy"))
+    assert layers_error(split, body) <= 1 < MAX_ROUNDINGS < layers_error(split, wrong)
+
+
+# ------------------------------------------------------------------------------------------------------------- decoding
+
+
+@pytest.mark.parametrize(("family", "rows"), [("qwen3", 64), *(slow(one, 4) for one in FAMILIES)])
+def test_tokens_are_those_of_the_ordinary_engine(family, rows):
+    """With 4 places at most, a batch's rounds take ten launches, and its draft steps five."""
+    prompts, model = make_prompts([3, 20, 11]), build(family)
+    params = SamplingParams(max_tokens=12)
+    wanted = [generate(model, prompt, 12) for prompt in prompts]
+    target = with_runner(Target(model), packing="copy", skinny_rows=rows)
+    assert tokens_of(decode(target, prompts, Schedule(3, 4), params)) == wanted
+    made = target.split.runner.graphs.capture.made
+    assert target.split.runner.refused is None
+    assert any("rotate_attend" in kernel for one in made for kernel in one.kernels)
