@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from selfspec.core import MAX_LOGPROBS, SamplingParams
+from selfspec.params import MAX_LOGPROBS, SamplingParams
 from selfspec.serving.fields import check_fields
 from selfspec.serving.refusal import Refusal, invalid
 from selfspec.serving.structured import NAMED, structured_outputs

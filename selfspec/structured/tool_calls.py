@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 from uuid import uuid4
 
-from selfspec.core import MAX_SCHEMA, SamplingParams, StructuredOutputs, closed
+from selfspec.core import SamplingParams
 from selfspec.decoding.outputs import CompletionOutput, RequestOutput
 from selfspec.errors import flag, got
 from selfspec.structured.formats import FORMATS, NAME, CallFormat, CallPiece, CallReader, format_of
+from selfspec.structured.outputs import MAX_SCHEMA, StructuredOutputs, closed
 
 MOST_TOOLS = 1024
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}

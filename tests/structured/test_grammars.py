@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from selfspec import SamplingParams, StructuredOutputs
-from selfspec.core import MAX_EXPRESSION, MAX_SCHEMA
 from selfspec.structured.grammars import MOST_KEPT, Grammars
+from selfspec.structured.outputs import MAX_EXPRESSION, MAX_SCHEMA
 from tests.structured.grammars import EOS, VOCAB, bits_of
 from tests.tokenizers import byte_tokenizer, word_tokenizer
 
