@@ -288,8 +288,8 @@ def _virtual_table(found: Mapping[Virtual, Seconds]) -> str:
         for cell, seconds in found.items()
     ]
     about = (
-        f"In virtual time, {SHAPE} on {GPU}: computed costs, recordings of {RECORDING} s each (a guess), and the "
-        "policy's own measured time; texts of set acceptance at a quarter of the layers."
+        f"In virtual time, {SHAPE} on {GPU}: computed costs, the policy's own measured time, and recordings that no "
+        f"start makes at {RECORDING} s each (a guess); texts of set acceptance at a quarter of the layers."
     )
     columns = ("rows", "acceptance", "plain over adaptive", "best fixed over adaptive", "recordings", "verdict")
     return f"{about}\n\n{table(columns, lines)}"

@@ -1,7 +1,8 @@
 """The cells of `python -m eval guard` in virtual time: a device that is not here, texts of set acceptance.
 
-Rounds take what `eval.serve_synthetic` computes for the device. A round whose shape was not recorded before is charged
-with `RECORDING` seconds, and a decision with what it took the processor that runs this, since the device waits for it.
+Rounds take what `eval.serve_synthetic` computes for the device. A decision is charged with what it took the processor
+that runs this, since the device waits for it. The shapes of rounds that a policy names (`Policy.likely`) are recorded
+before decoding, for the fixed policies as for the default one. Any other shape is charged with `RECORDING` seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from eval.serve_synthetic import GPUS, gpu_costs, synthetic_traces
 from eval.shapes import config_of
 from eval.traces import Trace
 from selfspec.control.costs import Costs, RoundLimits
-from selfspec.core import LOOKUP
+from selfspec.control.plan import Policy
 
 SHAPE, GPU = "llama-3-8b", "h200"
 LIMITS = RoundLimits(longest=15, tokens=256, rows=32)
@@ -68,8 +69,9 @@ def simulate(cell: Virtual, tokens: int = TOKENS, outputs: int = OUTPUTS) -> Sec
     costs = replace(gpu_costs(config, GPUS[GPU]), recorded=LIMITS)
     count = cell.rows * max(1, outputs // max(1, cell.rows // 8))
     traces = synthetic_traces(costs.num_layers, count, 64, tokens, cell.acceptance, seed=0)
-    done = _replayed("adaptive", traces, costs, cell.rows)
-    recordings = len(_shapes(done))
+    policy = make("adaptive", costs)
+    done = replay(traces, policy, costs, batch_size=cell.rows)
+    recordings = len(_shapes(done) - _named(policy, cell.rows))
     recording = recordings * RECORDING
     plain = _replayed("plain", traces, costs, cell.rows).seconds
     fixed = [
@@ -85,9 +87,17 @@ def _replayed(policy: str, traces: list[Trace], costs: Costs, rows: int) -> Repl
 
 
 def _shapes(done: Replayed) -> set[tuple[int, int, int]]:
-    """The drafting shapes that were run, each of which is recorded once: exit layer, draft length, slots."""
-    drafted = [(one.exit_layer, one.rows) for one in done.rounds if one.exit_layer not in (None, LOOKUP)]
-    return {
-        (exit_layer or 0, max(r.num_drafted for r in rows), 1 << (len(rows) - 1).bit_length())
-        for exit_layer, rows in drafted
-    }
+    """The drafting shapes that were run: exit layer, draft length, slots."""
+    drafted = [(one.exit_layer, max(r.num_drafted for r in one.rows), len(one.rows)) for one in done.rounds]
+    return {(exit_layer, length, _slots(rows)) for exit_layer, length, rows in drafted if exit_layer}
+
+
+def _named(policy: Policy, rows: int) -> set[tuple[int, int, int]]:
+    """The drafting shapes that are recorded before decoding."""
+    slots = [1 << i for i in range(_slots(rows).bit_length())]
+    plans = [(plan, count) for count in slots for plan in policy.likely(count)]
+    return {(plan.exit_layer, max(plan.draft_lengths), count) for plan, count in plans if plan.exit_layer}
+
+
+def _slots(rows: int) -> int:
+    return 1 << (rows - 1).bit_length()
