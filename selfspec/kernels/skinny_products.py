@@ -18,13 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor, float32
 
+from selfspec.kernels.attention_splits import Device, device_of
 from selfspec.kernels.checks import SQUARED, check_gate_product, check_norm_product, check_product_add, check_squares
 from selfspec.kernels.layout import Norm
 
 OUTPUTS = SQUARED  # of a program: with fewer than 64, all row counts are multiplied by the same instruction
-INPUTS = 128  # of a step
-MOST_STAGES = 5  # steps whose weights are in shared memory: one in use, the others on their way
-SHARED_BYTES = 96 << 10  # of a program: two share a multiprocessor
+INPUTS = {2: 128, 4: 32}  # of a step, by bytes of a number; float32 is multiplied in registers
+MOST_BUFFERS = 7  # steps whose weights are in shared memory or on their way there
+PER_PROCESSOR = {16: 4, 32: 3, 64: 2}  # programs for whose registers a multiprocessor has room, by rows of a tile
 
 
 def norm_product(hidden: Tensor, squares: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -118,21 +119,29 @@ def _launch(
     rows, parts = max(16, triton.next_power_of_2(count)), triton.cdiv(inputs, OUTPUTS)
     levels, eps = (parts - 1).bit_length(), norm.eps if norm else 0.0
     size = inputs if size is None else size
-    _product[(triton.cdiv(outputs, OUTPUTS),)](
+    programs = triton.cdiv(outputs, OUTPUTS)
+    options = _options(rows, x.element_size(), 1 if up is None else 2, programs, device_of(x))
+    _product[(programs,)](
         x, squares, norm and norm.weight, weight, up, bias, hidden, out, sums,
         count, size, outputs, x.stride(0), weight.stride(0), parts, eps,
-        ROWS=rows, OUTPUTS=OUTPUTS, INPUTS=INPUTS, PARTS=1 << levels, LEVELS=levels,
+        ROWS=rows, OUTPUTS=OUTPUTS, INPUTS=INPUTS[x.element_size()], PARTS=1 << levels, LEVELS=levels,
         SILU=activation == "silu",
-        UPCAST=triton.knobs.runtime.interpret, **_options(rows, x.element_size(), up is not None),
+        UPCAST=triton.knobs.runtime.interpret, **options,
     )  # fmt: skip
 
 
-def _options(rows: int, itemsize: int, is_gated: bool) -> dict[str, Any]:
-    """Warps and stages: as many as shared memory has for two programs. Without contraction of products and sums: which
-    ones are contracted may differ between row counts."""
-    step = INPUTS * itemsize * (rows + OUTPUTS * (1 + is_gated))
-    stages = max(2, min(MOST_STAGES, SHARED_BYTES // step))
-    return {"num_warps": 4, "num_stages": stages, "enable_fp_fusion": False}
+def _options(rows: int, itemsize: int, num_weights: int, programs: int, device: Device) -> dict[str, Any]:
+    """Warps and stages: as many as leave shared memory for all programs at once. Products and sums are not contracted:
+    which ones are may differ between row counts.
+
+    A device reads at its full rate if each of its multiprocessors has some 32 KiB of weights on their way (4.1 TB/s,
+    1 us).
+    """
+    line = INPUTS[itemsize] * itemsize
+    per_processor = min(triton.cdiv(programs, device.processors), PER_PROCESSOR[rows])
+    free = device.shared_bytes // per_processor - 1024 - rows * line  # normed rows pass through it, too
+    buffers = min(MOST_BUFFERS, free // (line * (rows + OUTPUTS * num_weights)))
+    return {"num_warps": 4, "num_stages": 1 + max(1, buffers), "enable_fp_fusion": False}
 
 
 @triton.jit(do_not_specialize=["count"])
