@@ -23,13 +23,18 @@ from selfspec.decoding.engine import LLMEngine
 from selfspec.executors.cuda.body_choice import replay_seconds
 from selfspec.executors.cuda.device_work import current, fastest
 from selfspec.executors.cuda.fused_body import FusedBody
-from selfspec.executors.cuda.rounds import RoundRow
+from selfspec.executors.cuda.rounds import RoundRow, StaticRows
+from selfspec.executors.cuda.skinny_body import SkinnyBody, unserved
+from selfspec.kernels.checks import SKINNY_ROWS
+from selfspec.model.attention_backends import layout_of
+from selfspec.model.kv_cache import PackedRows, Span
 from selfspec.model.split_model import SplitModel
 
 TEMPERATURE = 0.5  # of all rows but those of peers: the acceptance of greedy outputs differs from the set one by 0.1
 PAGE = 256  # tokens; the memory of a row is a multiple of it, as any attention backend needs
 WARM_ROUNDS, BUSY_ROUNDS, PREFILL_REPEATS = 4, 12, 3
 CHAIN = 1000  # tiny kernels
+HELD = 1024  # tokens of a row to which attention is timed
 Record = dict[str, Any]
 
 
@@ -236,7 +241,9 @@ def layers_of(split: SplitModel) -> str:
 
 def launches(split: SplitModel, counts: Sequence[int] = (1, 5, 32, 160)) -> dict[str, dict[str, float]]:
     """Microseconds of each launch of a fused layer alone, by tokens of a call: means over all layers, whose weights do
-    not fit into the device's cache together. Under "chain": of one of a thousand tiny kernels, each of which reads what
+    not fit into the device's cache together. Rotation and attention are timed together, of rows of 1,024 tokens with a
+    new one each. After "five:" are those of a layer in five launches, where a call has no more tokens than they take,
+    whether they are used or not. Under "chain": of one of a thousand tiny kernels, each of which reads what
     the one before wrote.
 
     Raises:
@@ -277,7 +284,44 @@ def launches(split: SplitModel, counts: Sequence[int] = (1, 5, 32, 160)) -> dict
                 if name == "gate_up":
                     wide = body.product(linears[0], x)
                     own["gate"] = micros(lambda at, wide=wide: kernels.gate(wide, activation))
+            if count <= SKINNY_ROWS and not unserved(body):
+                own |= {name: micros(work) for name, work in five_launches(split, body, hidden).items()}
     return found
+
+
+def five_launches(split: SplitModel, body: FusedBody, hidden: Tensor) -> dict[str, Callable[[int], Tensor]]:
+    """The launches of a layer that takes five, by its index; and rotation and attention as one that takes ten has them.
+
+    Args:
+        hidden: `[N, hidden_size]`, of N rows with a new token each.
+    """
+    runner, five = split.runner, SkinnyBody(body)
+    assert runner is not None
+    kernels, products, layers, dim = runner.kernels, body.by_name, body.weights.layers, body.weights.head_dim
+    cache = runner.new_cache(len(hidden), HELD)
+    spans = [Span([row], HELD - 1, 1) for row in range(len(hidden))]
+    rows = StaticRows(cache, layout_of(PackedRows(cache, spans, split.device)), kernels)
+    squares = kernels.squares_of(hidden)
+    qkv, gated = five.qkv(0, hidden, squares), five.gated(0, hidden, squares)
+    attended = five.attention(rows, 0, qkv)
+
+    def attention(at: int) -> Tensor:
+        key = qkv.unflatten(1, (-1, dim))[:, : len(layers[at].k.weight) // dim]
+        pages, layout = cache.layer(layers[at].layer_idx, key, key), rows.layout
+        angles = five.angles(rows, at)
+        queries = kernels.rotate(
+            qkv, *pages, layout.slots, layout.positions, *angles, layers[at].q_norm, layers[at].k_norm
+        )
+        return kernels.attend(queries, *pages, layout, layers[at].scale, layers[at].window)
+
+    return {
+        "rotate, attend": attention,
+        "five: norm, qkv": lambda at: five.qkv(at, hidden, squares),
+        "five: rotate, attend": lambda at: five.attention(rows, at, qkv),
+        "five: o, add": lambda at: five.add(products["o"][at], attended, hidden)[0],
+        "five: norm, gate, up": lambda at: five.gated(at, hidden, squares),
+        "five: down, add": lambda at: five.add(products["down"][at], gated, hidden)[0],
+    }
 
 
 def device_speed(where: torch.device, num_bytes: int = 1 << 30, size: int = 8192, repeats: int = 8) -> dict[str, float]:

@@ -7,13 +7,14 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from selfspec import SamplingParams
 from selfspec.calibrate.profile import costs_key
 from selfspec.executors.cuda import runner as runners
 from selfspec.executors.cuda.body_choice import MAX_ROUNDINGS, TIMED, layers_error
 from selfspec.executors.cuda.fused_body import FusedBody
-from selfspec.executors.cuda.rounds import StaticRows
+from selfspec.executors.cuda.rounds import RoundInputs, RoundKey, RoundRow, StaticRows, WholeRound
 from selfspec.executors.cuda.skinny_body import SkinnyBody, differing_rows, unserved
 from selfspec.kernels.suite import REFERENCE, triton_kernels
 from selfspec.loading import target as targets
@@ -104,18 +105,20 @@ def test_unpacked_weights_are_not_served():
 # ------------------------------------------------------------------------------------------------------------ launches
 
 
+def seen(name, launched):
+    """A reference kernel, counted as one launch."""
+
+    def run(*args, **kwargs):
+        launched.append(name)
+        with _disable_current_modes():
+            return getattr(REFERENCE, name)(*args, **kwargs)
+
+    return run
+
+
 def counting(launched):
     """The reference kernels of a layer in five launches, and the norm after the last one, each counted."""
-
-    def seen(name):
-        def run(*args, **kwargs):
-            launched.append(name)
-            with torch.utils._python_dispatch._disable_current_modes():
-                return getattr(REFERENCE, name)(*args, **kwargs)
-
-        return run
-
-    return REFERENCE._replace(**{name: seen(name) for name in (*OWN, "add_norm", "attend", "rotate", "gate")})
+    return REFERENCE._replace(**{name: seen(name, launched) for name in (*OWN, "add_norm", "attend", "rotate", "gate")})
 
 
 @torch.inference_mode()
@@ -132,6 +135,23 @@ def test_a_layer_takes_five_launches():
     layer = ["norm_product", "rotate_attend", "product_add", "gate_product", "product_add"]
     assert kernels == ["squares_of", *layer * 4, "add_norm"]
     assert [name.split(".")[1] for name in seen.names] == ["embedding"]
+
+
+@torch.inference_mode()
+def test_a_plain_round_of_32_layers_takes_at_most_176_launches():
+    kernels = list[str]()
+    split, body = skinny("llama", num_hidden_layers=32)
+    body.kernels = every = REFERENCE._replace(**{name: seen(name, kernels) for name in REFERENCE._fields[1:]})
+    cache, split.recorded = PagedCache(4, PAGE), body
+    round_of = WholeRound(split, cache, every, RoundInputs(RoundKey(0, 1, 1, 4 * PAGE), cache, split.device))
+    row = RoundRow([0], 3, 5, 9, (), 0, (), 0.0, 0, 1.0, 0.0, 0)
+    round_of.inputs.fill([row])
+    round_of()  # makes what is made once
+    kernels.clear()
+    with Launches() as torchs:
+        round_of()
+    assert kernels.count("rotate_attend") == 32 and not {"attend", "rotate", "gate"} & {*kernels}
+    assert len(kernels) + kernels.count("pick") + len(torchs.names) <= 176, torchs.names  # a pick is two launches
 
 
 @torch.inference_mode()

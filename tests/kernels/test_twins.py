@@ -20,7 +20,7 @@ def small_cases():
 def test_every_kernel_agrees_with_its_reference():
     cases = small_cases()
     names = {"scatter", "attend", "pick", "prepare", "accept", "advance", "rotate", "add_norm", "gate"}
-    names |= {"norm_product", "gate_product", "product_add", "squares"}
+    names |= {"norm_product", "gate_product", "product_add", "squares", "rotate_attend"}
     assert {case.kernel for case in cases} == names
     assert [case for case in cases if not case.agrees] == []
 

@@ -54,6 +54,8 @@ def check_kernels(
         yield from check_prompts(place, dtype, seed, most)
         yield from check_layers(place, dtype, heads[0], seed, most)
         yield from check_products(place, dtype, seed, most)
+        for one in heads:
+            yield from check_layer_attention(place, dtype, one, seed, most)
     yield from check_pick(place, seed, most)
     yield from check_prepare(place, seed)
     yield from check_accept(place, seed)
@@ -180,6 +182,35 @@ def check_products(device: torch.device, dtype: torch.dtype, seed: int = 0, most
             for name, got in results(skinny_products, slice(0, count)).items():
                 differing = float((got != whole[name][:count]).sum())
                 yield Case(name, f"bits of {count} rows among 64, {_name(dtype)}", differing, 0.0)
+
+
+def check_layer_attention(
+    device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], seed: int = 0, most: int = MOST
+) -> Iterator[Case]:
+    """Rotation, write and attention in one launch, again and again: which program ends last differs."""
+    from selfspec.kernels.layer_attention import rotate_attend
+
+    num_heads, kv_heads, dim = heads
+    ragged = [(most - 5, 5), (0, 0), (most // 4, 1), (255, 3), (0, 2)]
+    call = samples.paged(ragged, num_heads, kv_heads, dim, 64, seed, 1, dtype, device)
+    count, rng = len(call.queries), torch.Generator(device).manual_seed(seed)
+    qkv = torch.randn(count, (num_heads + 2 * kv_heads) * dim, generator=rng, dtype=dtype, device=device)
+    angle = 6 * torch.rand(most, dim // 2, generator=rng, device=device)
+    counters = torch.zeros(len(ragged) * call.layout.most_new * kv_heads, dtype=torch.int32, device=device)
+    given = (call.layout, angle.cos().to(dtype), angle.sin().to(dtype), dim**-0.5, counters)
+    for window in (None, 130):
+        found = []
+        for kernel in (reference.rotate_attend, *[rotate_attend] * (20 if device.type == "cuda" else 1)):
+            pages = call.keys.clone(), call.values.clone()
+            found.append([kernel(qkv, *pages, *given, window), *(one.nan_to_num() for one in pages)])
+        wanted, first, *others = found
+        named = f"window {window}, {num_heads}:{kv_heads} heads of {dim}, {_name(dtype)}"
+        for one, other in zip(first, wanted, strict=True):
+            error = float((one.float() - other.float()).norm() / other.float().norm())
+            yield Case("rotate_attend", named, error if error == error else float("inf"), TOLERANCE[dtype])
+        wrong = sum(int((a != b).sum()) for one in others for a, b in zip(one, first, strict=True))
+        yield Case("rotate_attend", f"{named}, again", float(wrong), 0.0)
+        yield Case("rotate_attend", f"{named}, counters", float(counters.abs().sum()), 0.0)
 
 
 def check_pick(device: torch.device, seed: int = 0, most: int = MOST) -> Iterator[Case]:

@@ -86,10 +86,21 @@ class SkinnyBody(FusedBody):
         layer, dim = self.weights.layers[depth], self.weights.head_dim
         key = qkv.unflatten(1, (-1, dim))[:, : self._kv_heads]  # of the shape of new keys and values
         pages = rows.cache.layer(layer.layer_idx, key, key)
-        angles = self._rotary.of(rows.layout.most_tokens)[layer.layer_type]
         return self.kernels.rotate_attend(
-            qkv, *pages, rows.layout, *angles, layer.scale, self._counters, layer.window, layer.q_norm, layer.k_norm
+            qkv,
+            *pages,
+            rows.layout,
+            *self.angles(rows, depth),
+            layer.scale,
+            self._counters,
+            layer.window,
+            layer.q_norm,
+            layer.k_norm,
         ).flatten(1)
+
+    def angles(self, rows: StaticRows, depth: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of a layer's positions, `[positions, head_dim / 2]` each."""
+        return self._rotary.of(rows.layout.most_tokens)[self.weights.layers[depth].layer_type]
 
     def gated(self, depth: int, hidden: Tensor, squares: Tensor) -> Tensor:
         """The gated states of the MLP, `[N, inner]`, of hidden states and their squares."""
