@@ -7,10 +7,14 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from selfspec.cli.generate import OutputOptions
+from selfspec.cli.options import NO_OPTION, ModelOptions
+from selfspec.core import SamplingParams, SpeculativeConfig
 from tests.cli_fixtures import save_model
 
 ROOT = Path(__file__).parents[1]
@@ -53,11 +57,9 @@ def test_help_names_every_option_and_begins_with_examples():
     text = ANSI.sub("", done.stdout.decode())
     assert done.returncode == 0
     assert text.index("selfspec generate 'def") < text.index("--model")
-    options = """adapter exit-heads policy exit-layer num-speculative-tokens max-tokens temperature top-k top-p min-p
-        seed stop stop-token-ids system chat no-chat dtype device stream no-stream show-drafts compare show-plan stats
-        json quiet prompts svg drafters corpus n logprobs repetition-penalty presence-penalty frequency-penalty
-        no-repeat-ngram-size"""
-    assert all(f"--{name}" in text for name in options.split())
+    kinds = (ModelOptions, SamplingParams, SpeculativeConfig, OutputOptions)
+    names = {one.name for kind in kinds for one in fields(kind)} - NO_OPTION
+    assert all("--" + name.replace("_", "-") in text for name in names)
 
 
 IN_A_LIBRARY = """

@@ -8,11 +8,11 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from selfspec.core import SamplingParams
-from selfspec.decoding.stopping import SequenceText, Stopper, TextStream
+from selfspec.decoding.stopping import SequenceText, TextStream
 from selfspec.loading.target import Target
 from tests.executors.requests import BYTES
 from tests.helpers import Always, Run, Schedule, decode, engine_of, generate, make_prompts, request
@@ -20,7 +20,6 @@ from tests.models import build, tiny
 from tests.tokenizers import byte_tokenizer, spaced_tokenizer
 
 TOKENIZERS = {"bytes": byte_tokenizer(), "spaced": spaced_tokenizer()}
-TEXTS = ["Zoë 🦙🦙 says 你好, ok?", "🏴󠁧󠁢󠁥󠁮󠁧󠁿 and 👩‍👩‍👧‍👦", "plain words", " a  b   c", "tail 🦙"]
 
 
 def ids_of(tokenizer, text):
@@ -43,23 +42,11 @@ def stream(tokenizer, prompt, tokens, sizes=(1,), stop=()):
     return [made.push(block, last=i == len(blocks) - 1) for i, block in enumerate(blocks)]
 
 
-@pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("kind", TOKENIZERS)
-@pytest.mark.parametrize("sizes", [(1,), (2,), (3, 1, 4), (100,)])
-def test_a_stream_never_splits_a_character_and_adds_up_to_the_text(kind, text, sizes):
-    tokenizer = TOKENIZERS[kind]
-    prompt = ids_of(tokenizer, "once")
-    tokens = ids_of(tokenizer, "x" + text)
-    pieces = stream(tokenizer, prompt, tokens, sizes)
-    assert not any("\ufffd" in piece for piece in pieces)
-    assert "once" + "".join(pieces) == tokenizer.decode([*prompt, *tokens])
-    assert "".join(pieces).endswith("x" + text)
-
-
 def check_adds_up(tokenizer, tokens, sizes):
     prompt = ids_of(tokenizer, "once upon")
-    whole = tokenizer.decode([*prompt, *tokens])
-    assert tokenizer.decode(prompt) + "".join(stream(tokenizer, prompt, tokens, sizes)) == whole
+    whole, pieces = tokenizer.decode([*prompt, *tokens]), stream(tokenizer, prompt, tokens, sizes)
+    assert tokenizer.decode(prompt) + "".join(pieces) == whole
+    assert any("\ufffd" in piece for piece in pieces) == ("\ufffd" in whole), "a character was split"
 
 
 @settings(max_examples=60)
@@ -70,6 +57,7 @@ def test_any_bytes_at_all_add_up_to_what_the_tokenizer_decodes(tokens, sizes):
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @settings(max_examples=60)
+@example(text="x\u4f60\u597d \U0001f999\U0001f469\u200d\U0001f466  a", sizes=[3, 1, 4])
 @given(text=st.text(min_size=1, max_size=20), sizes=st.lists(st.integers(1, 5), min_size=1))
 def test_any_text_adds_up_to_what_the_tokenizer_decodes(kind, text, sizes):
     check_adds_up(TOKENIZERS[kind], ids_of(TOKENIZERS[kind], text), sizes)
@@ -199,15 +187,6 @@ def test_text_that_nobody_reads_is_not_made():
 # ------------------------------------------------------------------------------------------------------- the stopper
 
 
-def test_a_block_is_kept_up_to_its_first_end():
-    assert Stopper(10, frozenset([5])).cut([1], 0, [7, 5, 8, 5]) == (2, "", "stop")
-    assert Stopper(10, frozenset([5])).cut([1], 0, [7, 8]) == (2, "", None)
-    assert Stopper(10, frozenset([5])).cut([1], 7, [7, 8, 9]) == (3, "", "length")
-    assert Stopper(10, frozenset([5])).cut([1], 7, [7, 8, 5]) == (3, "", "stop")
-    assert Stopper(10).cut([1], 8, [7, 8, 9, 6]) == (2, "", "length")
-    assert Stopper(10, criteria=[lambda ids, scores: ids[0, -1] == 8]).cut([1], 0, [7, 8, 9]) == (2, "", "stop")
-
-
 class Diary:
     """A stopping criterion that writes down what it was asked, and stops at a length."""
 
@@ -298,15 +277,6 @@ def test_the_token_that_ends_a_row_goes_before_its_stop_string():
     params = SamplingParams(max_tokens=30, ignore_eos=True, stop=free.text[6:8], stop_token_ids=(ends,))
     [done] = decode(target, [prompt], Always(2, 4), params)
     assert (done.finish_reason, done.stop_reason) == ("stop", ends)
-
-
-def test_text_after_a_prompt_keeps_its_space(stories):
-    [done] = decode(stories, ["Once upon a time, there was"], "plain", SamplingParams(max_tokens=8))
-    assert done.text.startswith(" a ")
-    ids = stories.tokenizer("Once upon a time, there was")["input_ids"]
-    assert "Once upon a time, there was" + done.text == stories.tokenizer.decode(
-        [*ids, *done.token_ids], skip_special_tokens=True
-    )
 
 
 @pytest.mark.parametrize("made", [byte_tokenizer, spaced_tokenizer], ids=["bytes", "byte fallback"])
