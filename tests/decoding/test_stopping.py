@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from selfspec.core import SamplingParams
-from selfspec.decoding.stopping import SequenceText, TextStream
+from selfspec.decoding.stopping import SequenceText, Stopper, TextStream
 from selfspec.loading.target import Target
 from tests.executors.requests import BYTES
 from tests.helpers import Always, Run, Schedule, decode, engine_of, generate, make_prompts, request
@@ -185,6 +185,11 @@ def test_text_that_nobody_reads_is_not_made():
 
 
 # ------------------------------------------------------------------------------------------------------- the stopper
+
+
+def test_a_block_is_cut_at_the_limit_and_an_end_before_it_is_a_stop():
+    assert Stopper(10).cut([1], 8, [7, 8, 9, 6]) == (2, "", "length")
+    assert Stopper(10, frozenset([5])).cut([1], 7, [7, 8, 5]) == (3, "", "stop")
 
 
 class Diary:
