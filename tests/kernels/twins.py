@@ -195,7 +195,7 @@ def check_layer_attention(
     call = samples.paged(ragged, num_heads, kv_heads, dim, 64, seed, 1, dtype, device)
     count, rng = len(call.queries), torch.Generator(device).manual_seed(seed)
     qkv = torch.randn(count, (num_heads + 2 * kv_heads) * dim, generator=rng, dtype=dtype, device=device)
-    angle = 6 * torch.rand(most, dim // 2, generator=rng, device=device)
+    angle = 6 * torch.rand(call.layout.most_tokens, dim // 2, generator=rng, device=device)
     counters = torch.zeros(len(ragged) * call.layout.most_new * kv_heads, dtype=torch.int32, device=device)
     given = (call.layout, angle.cos().to(dtype), angle.sin().to(dtype), dim**-0.5, counters)
     for window in (None, 130):
