@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from selfspec.kernels import skinny_products
 from selfspec.kernels.skinny_products import gate_product, norm_product, product_add, squares_of
 
 pytestmark = pytest.mark.usefixtures("rounds_to_nearest")
+ARGUMENTS = list(inspect.signature(skinny_products._product.fn).parameters)
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 COUNTS = (1, 2, 5, 32, 64)
 
@@ -110,6 +113,40 @@ def test_weights_are_read_once(count, monkeypatch):
     addresses = np.concatenate([one.reshape(-1) for one in read]).astype(np.int64)
     own = addresses[(addresses >= weight.data_ptr()) & (addresses < weight.data_ptr() + weight.nbytes)]
     assert len(own) == len(np.unique(own)) == weight.numel()
+
+
+class Launches:
+    """In place of the kernel: the grids and arguments of its launches."""
+
+    def __init__(self):
+        self.made = []
+
+    def __getitem__(self, grid):
+        return lambda *args, **named: self.made.append((grid[0], dict(zip(ARGUMENTS, args, strict=False)) | named))
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_a_layer_of_8b_reads_its_weights_and_hardly_more(rows, monkeypatch):
+    """Counted from grids and tiles: at most 1.05 of the weights, where rows are read once from memory."""
+    size, inner, qkv, kind = 4096, 14336, 6144, {"dtype": torch.bfloat16, "device": "meta"}
+    launches = Launches()
+    monkeypatch.setattr(skinny_products, "_product", launches)
+    hidden, norm = torch.empty(rows, size, **kind), Norm(torch.empty(size, **kind), 1e-5)
+    squares = torch.empty(rows, size // 32, device="meta")
+    shapes = (qkv, size), (2 * inner, size), (size, size), (size, inner)
+    weights = [torch.empty(shape, **kind) for shape in shapes]
+    norm_product(hidden, squares, norm, weights[0])
+    product_add(hidden, weights[2], None, hidden)
+    gate_product(hidden, squares, norm, *weights[1].chunk(2), "silu")
+    product_add(torch.empty(rows, inner, **kind), weights[3], None, hidden)
+    read = 0
+    for programs, given in launches.made:
+        steps = -(-given["size"] // given["INPUTS"])
+        tiles = programs * steps * given["OUTPUTS"] * given["INPUTS"] * (2 if given["up_ptr"] is not None else 1)
+        lines = (given["x_ptr"], given["squares_ptr"], given["hidden_ptr"], given["out_ptr"], given["sums_ptr"])
+        read += 2 * tiles + sum(one.nbytes for one in lines if one is not None)
+    assert len(launches.made) == 4
+    assert 1 <= read / sum(one.nbytes for one in weights) <= 1.05
 
 
 def test_no_rows_are_no_work_and_too_many_are_refused():
