@@ -98,6 +98,8 @@ class Sequence:
     problem: BaseException | None = (
         None  # of its processor, criterion or grammar, or an interrupt: the engine aborts it
     )
+    final_state: Tensor | None = None  # [hidden_size], the model's, of the token `final_at`; where exit heads are used
+    final_at: int = -1
     new_lookup: Callable[[abc.Sequence[int]], RowLookup] | None = None  # of its tokens; None: no lookup
     _lookup: RowLookup | None = None
 

@@ -19,6 +19,7 @@ import torch
 
 from selfspec.core import Sequence
 from selfspec.errors import whole
+from selfspec.learning.agreement import with_own_states
 from selfspec.learning.heads import extended, first_layers
 from selfspec.learning.states import Positions, collect
 from selfspec.learning.student import Student
@@ -46,7 +47,7 @@ class Learner:
             heads: a fifteenth, an eighth and a quarter of the layers, and the model's own exit layer.
         share: maximum time of reading and training as a share of the decoding time; a single step may exceed it.
         every: requests between two updates.
-        inner_size: inner width of new heads, where the target has none; default: that of the model's own MLPs.
+        inner_size: inner width of new heads, where the target has none; default: half of that of the model's own MLPs.
         top_k: number of the target's most probable tokens to keep per position; all others are one bucket.
         buffer: maximum number of positions to train on, and of those that wait to be read; new ones replace the oldest.
         batch_size: positions per step.
@@ -219,7 +220,8 @@ class Learner:
         self._remaining[layer] -= self._batch_size
         assert self._seen is not None
         at = torch.randint(self._seen.number, (self._batch_size,), generator=self._generator)
-        batch = self._seen.pick(self.heads.layers.index(layer), at, self._split.device)
+        index, heads = self.heads.layers.index(layer), self._student.average
+        batch = with_own_states(self._split, heads, layer, index, self._seen, at, self._generator)
         subset = self._split.draft_subset(self._split.default_draft_vocab)
         good = self._student.step(self._split, layer, batch, subset)
         self.num_steps += good

@@ -47,6 +47,7 @@ def add_shadow_picks(
     taps: abc.Sequence[Tensor],  # [some of the plan's layers, N, hidden_size], in order: all of them together
     logits: Tensor,
     penalties: Penalties | None = None,
+    last: Tensor | None = None,  # [N, hidden_size], final states one token before
 ) -> None:
     """Probe the judged positions of the rows that the plan names; positions beyond a rejection say nothing."""
     starts = _starts(outputs)
@@ -79,6 +80,7 @@ def add_shadow_picks(
     penalty = penalty_of([mask_of(one.sequence, one.token_ids[:column]) for one, column in pairs], target, penalty)
     if penalty is not None:
         target = penalty.applied(target)
-    seen = shadow_picks(split, picker, shadow.layers, hidden, params, positions, target, picks, shadow.exact, penalty)
+    last, given = None if last is None else last[at], (hidden, params, positions, target, picks)
+    seen = shadow_picks(split, picker, shadow.layers, *given, shadow.exact, penalty, last)
     for i, low, high in cuts:
         outputs[i].shadow = part_of(seen, low, high)

@@ -27,7 +27,9 @@ class DraftPicker:
         plan: Plan,
         seconds: StageSeconds,
         penalties: Penalties | None = None,
+        states: Tensor | None = None,
     ) -> None:
+        self._last = states  # per row: what the exit's head reads of the token before; see `final_states`
         self._penalties = None if penalties is None else DraftPenalties(penalties)
         self._split, self._picker, self._rows, self._plan, self._seconds = split, picker, rows, plan, seconds
         self._drafted: list[list[int]] = [[] for _ in rows]  # only kept for rows with processors or grammars
@@ -41,7 +43,7 @@ class DraftPicker:
     def __call__(self, hidden: Tensor, members: list[int], step: int) -> tuple[Tensor, list[int]]:
         self._seconds.lap("draft")
         rows = [self._rows[i] for i in members]
-        logits, tokens = self._logits(hidden)
+        logits, tokens = self._logits(hidden, members)
         self._seconds.lap("head")
         if self._penalties is not None:
             penalty = self._penalties.at(members)
@@ -71,14 +73,19 @@ class DraftPicker:
         self._seconds.lap("pick")
         return picks, going
 
-    def _logits(self, hidden: Tensor) -> tuple[Tensor, Subset | None]:
+    def _logits(self, hidden: Tensor, members: list[int]) -> tuple[Tensor, Subset | None]:
         """The exit's logits, of the whole vocabulary or of the part of it that the plan drafts over."""
-        plan = self._plan
+        plan, split = self._plan, self._split
         assert plan.exit_layer is not None
-        if plan.draft_vocab is None or self._processes or self._masks or plan.keep_divergence:
-            return self._split.logits(hidden, plan.exit_layer), None
-        logits, tokens = self._split.draft_logits(hidden, plan.exit_layer, plan.draft_vocab)
-        return logits, None if tokens is None else Subset(tokens, self._split.vocab_size)
+        last = None if self._last is None else self._last[members]
+        changed = split.through_heads(hidden[None], (plan.exit_layer,), last)[0]
+        if self._last is not None:
+            self._last[members] = split.normed(changed)  # in place of the final state, which is not known
+        is_whole = self._processes or self._masks or plan.keep_divergence
+        part = None if is_whole else split.draft_subset(plan.draft_vocab)
+        if part is None:
+            return split.head_logits(changed, True), None
+        return split.subset_logits(changed, None, part), Subset(part.tokens, split.vocab_size)
 
     def _continuing(self, confidences: list[float], members: list[int]) -> list[int]:
         """The rows that go on after this token; the token itself is never withdrawn."""

@@ -17,6 +17,7 @@ from selfspec.executors.accept import accept_tree, truncate_unsampleable
 from selfspec.executors.after_round import add_divergences, add_shadow_picks
 from selfspec.executors.base import Executor, RoundDraft
 from selfspec.executors.draft_picks import DraftPicker
+from selfspec.executors.final_states import before_each, keep_finals, states_of
 from selfspec.executors.logprobs import token_logprobs
 from selfspec.executors.masks import mask_of, masked
 from selfspec.executors.penalties import Penalties, paths_to
@@ -37,7 +38,8 @@ class EagerExecutor(Executor):
         plan, seconds = draft.plan, self.new_seconds()
         tapped = plan.shadow.layers if plan.shadow is not None else ()
         penalties = Penalties.of(rows, self.split.vocab_size, self.split.device)
-        drafted, chooser = self._draft(rows, draft, seconds, tapped, penalties)
+        states = states_of(self.split, rows)
+        drafted, chooser = self._draft(rows, draft, seconds, tapped, penalties, states)
         start = 0 if drafted.is_unread else plan.exit_layer or 0
         trees = drafted.trees or [None] * len(rows)
         spans = [
@@ -65,8 +67,11 @@ class EagerExecutor(Executor):
         if plan.shadow is not None:
             seen = [h for h in (later or {}).values() if h is not None]
             taps = [*([] if drafted.taps is None else [drafted.taps]), *([torch.stack(seen)] if seen else [])]
-            add_shadow_picks(self.split, self.picker, plan.shadow, outputs, taps, logits, penalties)
+            last = before_each(states, hidden, [span.length for span in spans])
+            add_shadow_picks(self.split, self.picker, plan.shadow, outputs, taps, logits, penalties, last)
             seconds.lap("shadow")
+        if states is not None:
+            keep_finals(outputs, hidden, [span.length for span in spans])
         return RoundOutput(plan.exit_layer if any(drafted.lengths) else None, outputs, seconds)
 
     def _draft(
@@ -76,6 +81,7 @@ class EagerExecutor(Executor):
         seconds: StageSeconds,
         tapped: abc.Sequence[int],
         penalties: Penalties | None,
+        states: Tensor | None,
     ) -> tuple[PackedDraft, DraftPicker | None]:
         """The round's draft, and who picked its tokens, if a layer drafted."""
         plan, device, ends = draft.plan, self.split.device, [row.token_ids[-1] for row in rows]
@@ -88,7 +94,8 @@ class EagerExecutor(Executor):
         starts = [
             DraftRow(row.pages, len(row.token_ids) - 1, n) for row, n in zip(rows, plan.draft_lengths, strict=True)
         ]
-        chooser = DraftPicker(self.split, self.picker, rows, plan, seconds, penalties)
+        states = None if states is None else states.clone()  # which it changes
+        chooser = DraftPicker(self.split, self.picker, rows, plan, seconds, penalties, states)
         branches = chooser.branches if plan.alternatives is not None and self.split.has_trees else None
         exit_layer = plan.exit_layer or 0
         return draft_by_exit(self.split, self.cache, starts, last, exit_layer, chooser, tapped, branches), chooser

@@ -62,6 +62,8 @@ def prefill(
         row.prompt_logprobs += logprobs
         row.num_cached += count
         at += count
+        if split.exit_heads is not None:
+            row.final_state, row.final_at = last[at - 1].clone(), row.num_cached - 1
     for probe in probes:
         _seed_policy(split, picker, probe, last, taps or {}, policy)
 
@@ -121,5 +123,8 @@ def _seed_policy(split: SplitModel, picker: Picker, probe: _Probe, last: Tensor,
         logits = penalty.applied(logits)
     picks = picker(logits, many, positions).tokens
     hidden = torch.stack([taps[layer][probe.where] for layer in probe.layers])  # type: ignore[index]
-    shadow = shadow_picks(split, picker, probe.layers, hidden, many, positions, logits, picks, penalty=penalty)
+    before = final.roll(1, 0)  # of the tokens before; unknown before the first one
+    before[0] = 0
+    given = hidden, many, positions, logits, picks
+    shadow = shadow_picks(split, picker, probe.layers, *given, penalty=penalty, last=before)
     policy.seed(probe.row, shadow)

@@ -35,6 +35,7 @@ def shadow_picks(
     target_picks: Tensor,
     exact: bool = False,
     penalty: Penalty | None = None,
+    last: Tensor | None = None,
 ) -> ShadowPicks:
     """Whether each layer would have picked the target's token at N positions, with the noise and filters of their rows.
 
@@ -46,16 +47,18 @@ def shadow_picks(
         target_picks: int64 `[N]`, the target's picks.
         exact: compute logits over the whole vocabulary.
         penalty: penalties at the N positions.
+        last: `[N, hidden_size]`, final states one token before each position, which exit heads read: a layer counts as
+            a draft that begins at that position. None: unknown.
     """
-    found = None
+    hidden, found = split.through_heads(hidden, layers, last), None
     if not exact and picker.is_compiled and split.compiled is not None:
         num_likely = min(NUM_TOP, target.shape[1]) - 1
-        through, packed = split.through_heads(hidden, layers), packed_params(params)
+        packed = packed_params(params)
         found = split.compiled.shadow_picks(
-            through, packed, positions, target, target_picks, num_likely, split.others, penalty
+            hidden, packed, positions, target, target_picks, num_likely, split.others, penalty
         )
     if found is None:
-        found = by_torch(split, layers, hidden, params, positions, target, target_picks, exact, penalty)
+        found = by_torch(split, hidden, params, positions, target, target_picks, exact, penalty)
     hits, confidences = found
     if hits.device.type == "cpu":
         return ShadowPicks(tuple(layers), hits.numpy(), confidences.float().numpy())
@@ -65,7 +68,6 @@ def shadow_picks(
 
 def by_torch(
     split: SplitModel,
-    layers: Sequence[int],
     hidden: Tensor,
     params: Sequence[SamplingParams],
     positions: Sequence[int],
@@ -74,7 +76,9 @@ def by_torch(
     exact: bool = False,
     penalty: Penalty | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Hits, bool, and confidences, fp32, `[layers, N]`; the arguments are those of `shadow_picks`.
+    """Hits, bool, and confidences, fp32, `[K, N]`; the arguments are those of `shadow_picks`.
+
+    `hidden`, `[K, N, hidden_size]`, are states of K layers after their exit heads.
 
     They come from logits of few tokens; of the whole vocabulary where `exact` asks for it, or where the model's head is
     no plain linear layer.
@@ -84,14 +88,13 @@ def by_torch(
     if not exact:
         likely = target.scatter(1, own, float("-inf")).topk(min(NUM_TOP, vocab_size) - 1).indices
         tokens = torch.cat((own, likely, split.others.expand(len(own), -1)), 1)  # [N, T]
-        logits = split.short_logits(hidden, tokens[:, : likely.shape[1] + 1], layers)
-    if logits is None and len(layers) > 1 and len(layers) * len(own) > CHUNK:
-        half = len(layers) // 2
+        logits = split.short_logits(hidden, tokens[:, : likely.shape[1] + 1])
+    if logits is None and len(hidden) > 1 and len(hidden) * len(own) > CHUNK:
         rest = params, positions, target, target_picks, True, penalty
-        parts = [by_torch(split, layers[cut], hidden[cut], *rest) for cut in (slice(half), slice(half, None))]
+        parts = [by_torch(split, part, *rest) for part in hidden.tensor_split(2)]
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
     if logits is None:
-        tokens, logits = None, split.early_logits(hidden, layers)
+        tokens, logits = None, split.head_logits(hidden.flatten(0, 1), True).view(*hidden.shape[:2], -1)
     logits = logits if penalty is None else penalty.applied(logits, tokens)
     weights = logits.new_ones(logits.shape[1:])
     if tokens is not None:

@@ -9,20 +9,45 @@ import torch
 from torch import Tensor
 
 from selfspec.control.acceptance import Tracker
-from selfspec.learning.states import Positions, chunks, run_texts, with_rest
+from selfspec.learning.states import Positions, before, chunks, run_texts, with_rest
 from selfspec.learning.written import Sample
 from selfspec.model.draft_vocabulary import Subset
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.split_model import SplitModel
 
+OWN_SHARE, ZERO_SHARE = 0.3, 0.1  # of training positions; see `with_own_states`
 OVERLAP_WEIGHT = 0.9  # of 1 - sum min(p, q) in the loss; the rest is cross-entropy
 PRIOR_POSITIONS = 512  # of the acceptance prior
 
 
 def logits_of(split: SplitModel, adapted: Tensor, subset: Subset | None) -> Tensor:
     """Logits in fp32 of hidden states `[N, hidden_size]` after a head, over the draft vocabulary or, None, all."""
-    # There is no head after layer 0: those of the split model must not act on top of the one in training.
-    return split.head_logits(adapted, True) if subset is None else split.subset_logits(adapted, 0, subset)
+    return split.head_logits(adapted, True) if subset is None else split.subset_logits(adapted, None, subset)
+
+
+def with_own_states(
+    split: SplitModel, heads: ExitHeads, layer: int, index: int, seen: Positions, at: Tensor, generator: torch.Generator
+) -> Positions:
+    """Positions of one exit for a step of training, whose `last` are those of drafts.
+
+    At a first drafted token that is the final state. At later ones it is the head's own output one token before, after
+    the final norm, for `OWN_SHARE` of the positions; zeros, where no state is known, for `ZERO_SHARE`.
+
+    Args:
+        index: the exit's place in `seen.hidden`.
+        at: int64 `[N]`, the positions.
+        generator: draws which is which.
+    """
+    batch, dice = seen.pick(index, at, split.device), torch.rand(len(at), generator=generator)
+    is_later = (dice < OWN_SHARE) & (at > 0) & (seen.last[at] != 0).any(-1)
+    own = is_later.nonzero()[:, 0]
+    with torch.no_grad():
+        if len(own):
+            earlier = seen.pick(index, at[own] - 1, split.device)
+            changed = heads(earlier.hidden, layer, earlier.last).to(split.dtype)
+            batch.last[own.to(split.device)] = split.normed(changed).float()
+        batch.last[(dice > 1 - ZERO_SHARE).to(split.device)] = 0
+    return batch
 
 
 def exit_loss(
@@ -52,7 +77,7 @@ def exit_loss(
         is_draft = places >= 0
         log_p = with_rest(log_p[:, :-1].masked_fill(~is_draft, float("-inf")))
     # The heads are float32; norm and head are the model's own, in its dtype, as in drafting.
-    adapted = heads(seen.hidden, layer).to(split.dtype)
+    adapted = heads(seen.hidden, layer, seen.last).to(split.dtype)
     log_q = logits_of(split, adapted, subset).log_softmax(-1).gather(-1, places.clamp(min=0))
     log_q = with_rest(log_q.masked_fill(~is_draft, float("-inf")))
     if by_kl:
@@ -66,7 +91,7 @@ def exit_loss(
 def agreement(
     split: SplitModel, heads: ExitHeads | None, layer: int, index: int, seen: Positions, subset: Subset | None
 ) -> float:
-    """The share of positions at which the exit's greedy pick is the whole model's: acceptance of a greedy token.
+    """The share of positions at which the exit's greedy pick is the whole model's: acceptance of a first drafted token.
 
     Args:
         heads: None: the exit without a head.
@@ -76,7 +101,7 @@ def agreement(
     same = 0
     for chunk in chunks(split, seen.number):
         own = seen.pick(index, chunk, split.device)
-        hidden = own.hidden if heads is None else heads(own.hidden, layer)
+        hidden = own.hidden if heads is None else heads(own.hidden, layer, own.last)
         picks = logits_of(split, hidden.to(split.dtype), subset).argmax(-1)
         picks = picks if subset is None else subset.tokens[picks]
         same += int((picks == own.ids[:, 0]).sum())
@@ -96,9 +121,11 @@ def acceptance_prior(split: SplitModel, texts: Sequence[Sample]) -> dict[str, An
             picks = torch.cat(
                 [split.logits(states.final[chunk]).argmax(-1) for chunk in chunks(split, len(states.final))]
             )
+            last = before(states.final, [len(states.final)])
             for layer, hidden in zip(layers, states.hidden, strict=True):
                 for chunk in chunks(split, len(hidden)):
-                    confidence, own = split.logits(hidden[chunk], layer).softmax(-1).max(-1)
+                    changed = split.through_heads(hidden[None, chunk], (layer,), last[chunk])[0]
+                    confidence, own = split.head_logits(changed, True).softmax(-1).max(-1)
                     tracker.add(layer, (own == picks[chunk]).tolist(), confidence.tolist())
             number += len(picks)
         if number >= PRIOR_POSITIONS:

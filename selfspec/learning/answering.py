@@ -8,7 +8,16 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from selfspec.learning.states import CUDA_PAGE_SIZE, TOKENS_PER_CALL, Positions, States, chunks, half_of, with_rest
+from selfspec.learning.states import (
+    CUDA_PAGE_SIZE,
+    TOKENS_PER_CALL,
+    Positions,
+    States,
+    before,
+    chunks,
+    half_of,
+    with_rest,
+)
 from selfspec.learning.written import Sample, Task
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.split_model import SplitModel, Taps
@@ -47,17 +56,19 @@ def answer_and_collect(
             if live:
                 states = batch.step(live, [outputs[row] for row in live])
     order, joined = torch.tensor([place for own in at for place in own]), Positions.joined(parts)
-    seen = Positions(joined.hidden[:, order], joined.ids[order], joined.log_probs[order])
+    finals = before(joined.last[order], [len(own) for own in at])
+    seen = Positions(joined.hidden[:, order], finals, joined.ids[order], joined.log_probs[order])
     samples = zip(tasks, outputs, strict=True)
     return [Sample([*task.prompt, *output], len(task.prompt)) for task, output in samples], seen
 
 
 def _kept(split: SplitModel, states: States, top_k: int) -> tuple[Positions, Tensor]:
-    """What is learned from, on the host, and the logits `[N, vocab]`."""
+    """What is learned from, on the host, `last` being the final states at the positions; logits `[N, vocab]`."""
     logits = torch.cat([split.logits(states.final[chunk]) for chunk in chunks(split, len(states.final))])
     top, ids = logits.topk(min(top_k, split.vocab_size - 1), sorted=True)
     log_probs = with_rest(top - logits.logsumexp(-1, keepdim=True))
-    return Positions(states.hidden.to("cpu", half_of(split)), ids.cpu().int(), log_probs.cpu().half()), logits
+    hidden, final = (one.to("cpu", half_of(split)) for one in states)
+    return Positions(hidden, final, ids.cpu().int(), log_probs.cpu().half()), logits
 
 
 def _pick(logits: Tensor, ids: Tensor, temperature: float, noise: torch.Generator) -> int:

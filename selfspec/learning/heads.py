@@ -19,6 +19,11 @@ def first_layers(num_layers: int, own: int | None) -> set[int]:
     return some | ({own} if own is not None and 1 <= own < num_layers else set())
 
 
+def inner_size_of(split: SplitModel) -> int:
+    """The inner width of new heads: half of that of the model's MLPs. Twice of it adds .01 to agreement."""
+    return max(1, intermediate_size_of(split) // 2)
+
+
 def extended(
     heads: ExitHeads | None, layers: Iterable[int], split: SplitModel, inner_size: int | None, seed: int
 ) -> ExitHeads:
@@ -28,7 +33,7 @@ def extended(
     wanted = {whole("layers", layer, 1) for layer in layers}
     if heads is not None:
         inner_size, wanted = heads.inner_size, wanted | set(heads.layers)
-    inner_size = intermediate_size_of(split) if inner_size is None else whole("inner_size", inner_size, 1)
+    inner_size = inner_size_of(split) if inner_size is None else whole("inner_size", inner_size, 1)
     with torch.random.fork_rng(devices=[]):  # keeps the global generator's state
         torch.manual_seed(seed)
         made = ExitHeads(wanted, hidden_size, inner_size, weights_of(split))

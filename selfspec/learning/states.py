@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -28,9 +29,10 @@ class States(NamedTuple):
 
 
 class Positions(NamedTuple):
-    """What heads learn from at N positions."""
+    """What heads learn from at N positions: those of whole answers, in order."""
 
     hidden: Tensor  # [exits, N, hidden_size], before the final norm
+    last: Tensor  # [N, hidden_size], final states one token before; zeros at the first position of an answer
     ids: Tensor  # [N, k], the most probable next tokens, the most probable one first
     log_probs: Tensor  # [N, k + 1] of these tokens and, last, of all others together
 
@@ -42,6 +44,7 @@ class Positions(NamedTuple):
         """Some positions of one exit, `hidden` `[N, hidden_size]`: float32 and int64, on the model's device."""
         return Positions(
             self.hidden[index, at].to(device, torch.float32),
+            self.last[at].to(device, torch.float32),
             self.ids[at].to(device, torch.int64),
             self.log_probs[at].to(device, torch.float32),
         )
@@ -49,8 +52,16 @@ class Positions(NamedTuple):
     @classmethod
     def joined(cls, parts: Sequence[Positions]) -> Positions:
         """All positions of several parts, in their order."""
-        hidden, ids, log_probs = zip(*parts, strict=True)
-        return cls(torch.cat(hidden, 1), torch.cat(ids), torch.cat(log_probs))
+        hidden, *others = zip(*parts, strict=True)
+        return cls(torch.cat(hidden, 1), *(torch.cat(one) for one in others))
+
+
+def before(finals: Tensor, counts: Sequence[int]) -> Tensor:
+    """Final states `[N, hidden_size]` of answers of so many positions each, one token later; zeros at their firsts."""
+    starts = torch.tensor([0, *accumulate(counts)][:-1], dtype=torch.int64, device=finals.device)
+    last = finals.roll(1, 0)
+    last[starts] = 0
+    return last
 
 
 def run_texts(split: SplitModel, texts: Sequence[Sample], exits: Sequence[int]) -> Iterator[States]:
@@ -103,6 +114,7 @@ def collect(split: SplitModel, texts: Sequence[Sample], exits: Sequence[int], to
     half = half_of(split)
     kept = Positions(
         torch.empty(len(exits), num, width, dtype=half),
+        torch.empty(num, width, dtype=half),
         torch.empty(num, k, dtype=torch.int32),
         torch.empty(num, k + 1, dtype=torch.float16),
     )
@@ -110,13 +122,14 @@ def collect(split: SplitModel, texts: Sequence[Sample], exits: Sequence[int], to
     for part in run_texts(split, texts, exits):
         size = len(part.final)
         kept.hidden[:, at : at + size] = part.hidden.to("cpu", half)
+        kept.last[at : at + size] = part.final.to("cpu", half)
         for chunk in chunks(split, size):
             with torch.no_grad():
                 top, ids = split.logits(part.final[chunk]).log_softmax(-1).topk(k, sorted=True)
             where = slice(at + chunk.start, at + chunk.start + len(ids))
             kept.ids[where], kept.log_probs[where] = ids.cpu().int(), with_rest(top).cpu().half()
         at += size
-    return kept
+    return kept._replace(last=before(kept.last, [len(text.positions) for text in texts if text.positions]))
 
 
 def half_of(split: SplitModel) -> torch.dtype:

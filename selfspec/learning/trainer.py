@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from selfspec.learning.agreement import agreement, exit_loss
+from selfspec.learning.agreement import agreement, exit_loss, with_own_states
+from selfspec.learning.heads import inner_size_of
 from selfspec.learning.states import Positions
 from selfspec.model.draft_vocabulary import Subset
 from selfspec.model.exit_heads import ExitHeads
-from selfspec.model.fingerprint import hidden_size_of, intermediate_size_of
+from selfspec.model.fingerprint import hidden_size_of
 from selfspec.model.split_model import SplitModel
 
 BATCH = 512  # positions of a step
@@ -35,7 +36,7 @@ class ExitTrainer:
         self.split, self.layer, self.index, self.subset = split, layer, index, subset
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            heads = ExitHeads((layer,), hidden_size_of(split), intermediate_size_of(split), weights)
+            heads = ExitHeads((layer,), hidden_size_of(split), inner_size_of(split), weights)
         self.heads = heads.to(split.device)
         self._optimizer = torch.optim.AdamW(self.heads.parameters(), LR, weight_decay=WEIGHT_DECAY, fused=True)
         self._generator = torch.Generator().manual_seed(seed)
@@ -53,7 +54,8 @@ class ExitTrainer:
         Raises:
             FloatingPointError: the loss is not finite; the head is as it was.
         """
-        batch = seen.pick(self.index, self._next(seen.number), self.split.device)
+        at = self._next(seen.number)
+        batch = with_own_states(self.split, self.heads, self.layer, self.index, seen, at, self._generator)
         with torch.inference_mode(False), torch.enable_grad():
             loss = exit_loss(self.split, self.heads, self.layer, batch, self.subset, progress < KL_SHARE)
             value = loss.item()

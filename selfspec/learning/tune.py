@@ -32,7 +32,7 @@ from selfspec.learning.trainer import ExitTrainer
 from selfspec.learning.workload import Given, answer, rounds_of, split_prompts
 from selfspec.learning.written import Sample, Task, Written, count_positions
 from selfspec.model.draft_vocabulary import Frequencies, Subset
-from selfspec.model.exit_heads import ExitHeads
+from selfspec.model.exit_heads import FORMAT, ExitHeads
 from selfspec.model.fingerprint import hidden_size_of, weights_of
 from selfspec.model.gguf_blocks import BlockWeight
 
@@ -167,7 +167,7 @@ class _Run:
             f"measuring to {self.seconds:.0f} s"
         )
         parts, answers, number, shown = list[Positions](), list[Sample](), 0, time.monotonic()
-        most = MOST_BYTES // (2 * len(self.exits) * hidden_size_of(self.split) + 6 * TOP_K)
+        most = MOST_BYTES // (2 * (len(self.exits) + 1) * hidden_size_of(self.split) + 6 * TOP_K)
         for tasks in rounds_of(self.tasks, self.seed):
             is_enough = number >= most or (not self.saved and self.elapsed > ANSWER_SHARE * self.seconds)
             if (is_enough and number >= LEAST_TOKENS) or (self.saved and written.missing(tasks)):
@@ -365,7 +365,7 @@ class _Run:
     @property
     def _about(self) -> list[Any]:
         """What a run that goes on must have in common with the stopped one."""
-        return [self.weights, self.exits, self.seed, len(self.tasks), len(self.held_tasks)]
+        return [FORMAT, self.weights, self.exits, self.seed, len(self.tasks), len(self.held_tasks)]
 
     def _read(self) -> dict[str, Any]:
         """The checkpoint of an earlier run of the same prompts; else nothing."""

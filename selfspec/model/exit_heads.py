@@ -1,8 +1,9 @@
 """Exit heads: small blocks between an early layer and the model's own norm and head.
 
 They make a layer's hidden states more like those after the last layer, so that more drafts are accepted. The model does
-not change, and verification does not use them. (Kangaroo, arXiv 2404.18911, has a whole layer there, with keys and
-values of its own; these act on single positions.)
+not change, and verification does not use them. A head reads two states: the exit layer's at a token, and the model's
+final state at the token before, which verification has computed and which sums up the text so far (as in EAGLE, arXiv
+2401.15077). Within a draft the head's own output at the token before stands for it; where nothing is known, zeros.
 """
 
 from __future__ import annotations
@@ -21,28 +22,32 @@ from torch import Tensor, nn
 from selfspec.files import write_whole
 
 FILE = "exit_heads.safetensors"  # in the model's folder or in another one
-FORMAT, OLD_FORMAT = "selfspec exit heads 2", "selfspec exit heads 1"
+FORMAT, OLD_FORMATS = "selfspec exit heads 3", ("selfspec exit heads 1", "selfspec exit heads 2")
 EPS = 1e-6
 NUM_WEIGHTS = 4  # tensors of a head
 COUNTS = "token_counts"  # int32 [tokens, 2]: tokens and how often they occurred
 
 
 class ExitHead(nn.Module):
-    """A SwiGLU block, x + down(silu(gate(norm(x))) * up(norm(x))), for hidden states x `[..., hidden_size]`.
+    """A SwiGLU block, x + down(silu(gate(z)) * up(z)) with z = [norm(x), norm(last)].
 
     It is initially the identity, since `down` is 0.
     """
 
     def __init__(self, hidden_size: int, inner_size: int) -> None:
         super().__init__()
-        self.norm = nn.Parameter(torch.ones(hidden_size))
-        self.gate = nn.Parameter(torch.randn(inner_size, hidden_size) / hidden_size**0.5)
-        self.up = nn.Parameter(torch.randn(inner_size, hidden_size) / hidden_size**0.5)
+        width = 2 * hidden_size
+        self.norm = nn.Parameter(torch.ones(width))
+        self.gate = nn.Parameter(torch.randn(inner_size, width) / width**0.5)
+        self.up = nn.Parameter(torch.randn(inner_size, width) / width**0.5)
         self.down = nn.Parameter(torch.zeros(hidden_size, inner_size))
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        x = F.rms_norm(hidden, hidden.shape[-1:], self.norm, EPS)
-        return hidden + F.linear(F.silu(F.linear(x, self.gate)) * F.linear(x, self.up), self.down)
+    def forward(self, hidden: Tensor, last: Tensor | None = None) -> Tensor:
+        """Change hidden states `[..., hidden_size]`. `last`: final states one token before; None: zeros."""
+        size = hidden.shape[-1:]
+        before = torch.zeros_like(hidden) if last is None else F.rms_norm(last, size, self.norm[size[0] :], EPS)
+        z = torch.cat((F.rms_norm(hidden, size, self.norm[: size[0]], EPS), before), -1)
+        return hidden + F.linear(F.silu(F.linear(z, self.gate)) * F.linear(z, self.up), self.down)
 
 
 class ExitHeads(nn.Module):
@@ -69,17 +74,22 @@ class ExitHeads(nn.Module):
         """How often each token was in the texts that the heads were trained on; empty: unknown."""
         self.heads = nn.ModuleDict({str(layer): ExitHead(hidden_size, inner_size) for layer in self.layers})
 
-    def forward(self, hidden: Tensor, layer: int) -> Tensor:
-        """Change hidden states `[..., hidden_size]` after `layer` for the norm and head; as they are without a head."""
+    def forward(self, hidden: Tensor, layer: int, last: Tensor | None = None) -> Tensor:
+        """Change hidden states `[..., hidden_size]` after `layer` for the norm and head; as they are without a head.
+
+        Args:
+            last: of the same shape, the model's final states, after its norm, one token before; None: unknown.
+        """
         if layer not in self.layers:
             return hidden
         head = self.heads[str(layer)]
-        adapted: Tensor = head(hidden.to(head.norm.dtype))  # type: ignore[arg-type]
+        dtype: Any = head.norm.dtype
+        adapted: Tensor = head(hidden.to(dtype), None if last is None else last.to(dtype))
         return adapted.to(hidden.dtype)
 
-    def of_layers(self, hidden: Tensor, layers: Sequence[int]) -> Tensor:
-        """The same for several layers, `[layers, N, hidden_size]`."""
-        return torch.stack([self(one, layer) for one, layer in zip(hidden, layers, strict=True)])
+    def of_layers(self, hidden: Tensor, layers: Sequence[int], last: Tensor | None = None) -> Tensor:
+        """The same for several layers, `[layers, N, hidden_size]`. `last`: `[N, hidden_size]`."""
+        return torch.stack([self(one, layer, last) for one, layer in zip(hidden, layers, strict=True)])
 
     def save(self, folder: str | Path) -> Path:
         """Write `exit_heads.safetensors` into a folder, whole or not at all; returns the file.
@@ -113,10 +123,10 @@ class ExitHeads(nn.Module):
             with safe_open(file, "pt") as opened:
                 metadata: dict[str, Any] = opened.metadata() or {}
                 saved = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            if metadata.get("format") == OLD_FORMAT:
+            if metadata.get("format") in OLD_FORMATS:
                 raise OSError(
-                    f"exit heads {path}: {file.name} holds low-rank heads of an earlier version, which are no longer "
-                    "read; train them again"
+                    f"exit heads {path}: {file.name} holds heads of an earlier version, which do not read the model's "
+                    "final states; train them again"
                 )
             if metadata.get("format") != FORMAT:
                 raise OSError(f"exit heads {path}: {file.name} is no file of exit heads; train them again")

@@ -187,7 +187,7 @@ def check_part_heads(split: SplitModel) -> None:
         return bool(error <= tolerance(split))
 
     def short_is_equal() -> bool:
-        short = split.short_logits(hidden[None], top, [1])
+        short = split.short_logits(hidden[None], top)
         return short is None or (
             is_equal(top, short[0, :, : top.shape[1]]) and is_equal(others, short[0, :, top.shape[1] :])
         )

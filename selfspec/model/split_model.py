@@ -49,7 +49,9 @@ class Body(Layers, Protocol):
     def version(self) -> int: ...
     def logits(self, hidden: Tensor, normed: bool) -> Tensor: ...
     def subset_logits(self, hidden: Tensor, subset: Subset) -> Tensor: ...
-    def through_heads(self, hidden: Tensor, heads: ExitHeads, layers: Sequence[int]) -> Tensor: ...
+    def through_heads(
+        self, hidden: Tensor, heads: ExitHeads, layers: Sequence[int], last: Tensor | None = None
+    ) -> Tensor: ...
     def shadow_picks(self, *inputs: Any) -> tuple[Tensor, Tensor] | None: ...
 
 
@@ -283,13 +285,18 @@ class SplitModel:
         """A part of the vocabulary, int64 `[size]`, ascending, for `subset_logits`; None without such a head."""
         return None if self._draft_head is None else self._draft_head.of_tokens(tokens)
 
-    def subset_logits(self, hidden: Tensor, exit_layer: int, subset: Subset) -> Tensor:
-        """The logits of `draft_logits` for given tokens, `[N, size]` in fp32; with gradients if `hidden` has some."""
-        head, hidden = self._draft_head, self.through_heads(hidden[None], (exit_layer,))[0]
+    def subset_logits(self, hidden: Tensor, exit_layer: int | None, subset: Subset) -> Tensor:
+        """The logits of `draft_logits` for given tokens, `[N, size]` in fp32; with gradients if `hidden` has some.
+
+        Args:
+            exit_layer: None: `hidden` went through the exit's head already.
+        """
+        head = self._draft_head
+        hidden = hidden if exit_layer is None else self.through_heads(hidden[None], (exit_layer,))[0]
         assert head is not None, "subsets are made by the head"
         if self.compiled is not None and not hidden.requires_grad:
             return self.compiled.subset_logits(hidden, subset)
-        return head.logits(self._normed(hidden), subset)
+        return head.logits(self.normed(hidden), subset)
 
     def leave_out_heads(self, short: bool = True, draft: bool = True) -> None:
         """Disable the heads of `short_logits` and `draft_logits`; the whole vocabulary is used instead."""
@@ -302,26 +309,25 @@ class SplitModel:
             return None
         return self._draft_head.subset(size, self.frequencies)
 
-    def early_logits(self, hidden: Tensor, layers: Sequence[int]) -> Tensor:
-        """Logits `[K, N, vocab]` in fp32 after each of K early layers, from hidden states `[K, N, hidden_size]`."""
-        hidden = self.through_heads(hidden, layers)
-        return self.head_logits(hidden.flatten(0, 1), True).view(*hidden.shape[:2], -1)
+    def through_heads(self, hidden: Tensor, layers: Sequence[int], last: Tensor | None = None) -> Tensor:
+        """Hidden states `[K, N, hidden_size]` after K early layers, through the exit heads of those that have one.
 
-    def through_heads(self, hidden: Tensor, layers: Sequence[int]) -> Tensor:
-        """Hidden states `[K, N, hidden_size]` after K early layers, through the exit heads of those that have one."""
+        Args:
+            last: `[N, hidden_size]`, the model's final states one token before; None: unknown, as zeros.
+        """
         heads = self.exit_heads  # read once: another thread may set it
         if heads is None or not set(layers) & set(heads.layers):
             return hidden
         if self.compiled is None or hidden.requires_grad:
-            return heads.of_layers(hidden, layers)
-        return self.compiled.through_heads(hidden, heads, layers)
+            return heads.of_layers(hidden, layers, last)
+        return self.compiled.through_heads(hidden, heads, layers, last)
 
     def head_logits(self, hidden: Tensor, lacks_norm: bool) -> Tensor:
         """Logits `[N, vocab]` in fp32 through the model's own head; `lacks_norm`: apply the final norm first."""
         if self.compiled is not None:
             return self.compiled.logits(hidden, normed=not lacks_norm)
         if lacks_norm:
-            hidden = self._normed(hidden)
+            hidden = self.normed(hidden)
         elif self.head_rows is not None:
             return self.head_rows.apply(self._head_logits, hidden)
         return self._head_logits(hidden)
@@ -330,21 +336,21 @@ class SplitModel:
         logits: Tensor = self._head(inputs_embeds=normed[None]).logits
         return logits[0].float()
 
-    def short_logits(self, hidden: Tensor, top: Tensor, layers: Sequence[int]) -> Tensor | None:
+    def short_logits(self, hidden: Tensor, top: Tensor) -> Tensor | None:
         """Logits `[K, N, T + len(others)]` in fp32 of a few tokens per position, for several layers.
 
         Args:
-            hidden: `[K, N, hidden_size]`, before the final norm.
+            hidden: `[K, N, hidden_size]`, after the layers' exit heads, before the final norm.
             top: int64 `[N, T]`, tokens per position. The tokens of `others` follow them in the result.
-            layers: the K exit layers, without the last layer.
 
         Returns:
             None where the model's head is no plain linear layer.
         """
         if self._short is None:
             return None
-        return self._short.logits(self._normed(self.through_heads(hidden, layers)), top)
+        return self._short.logits(self.normed(hidden), top)
 
-    def _normed(self, hidden: Tensor) -> Tensor:
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Hidden states `[..., hidden_size]` after the model's final norm."""
         norm = getattr(self._base, self.family.norm, None)
         return hidden if norm is None else norm(hidden)

@@ -11,7 +11,7 @@ from selfspec.calibrate import profile
 from selfspec.control.acceptance import Tracker
 from selfspec.core import SamplingParams, SpeculativeConfig
 from selfspec.learning import tune as tuning
-from selfspec.learning.agreement import agreement, exit_loss
+from selfspec.learning.agreement import agreement, exit_loss, with_own_states
 from selfspec.learning.answering import answer_and_collect
 from selfspec.learning.card import CARD, WITH, WITHOUT
 from selfspec.learning.rounds import LENGTHS, expected_gain, measure_rounds
@@ -25,7 +25,7 @@ from selfspec.loading import hub
 from selfspec.model.draft_vocabulary import Subset
 from selfspec.model.exit_heads import FILE, ExitHeads
 from tests.gguf_files import source_model, write_gguf
-from tests.models import build
+from tests.models import build, some_heads
 from tests.target import load
 from tests.tokenizers import word_tokenizer
 
@@ -272,6 +272,7 @@ def test_answers_and_states_are_made_in_one_pass(stories, temperature):
     wanted = collect(stories.split, samples, (2, 4), 10)
     assert torch.equal(seen.ids[:, :1], wanted.ids[:, :1]) and seen.number == sum(limits)
     torch.testing.assert_close(seen.hidden.float(), wanted.hidden.float(), atol=0.05, rtol=0.02)
+    torch.testing.assert_close(seen.last.float(), wanted.last.float(), atol=0.05, rtol=0.02)
     torch.testing.assert_close(seen.log_probs.float(), wanted.log_probs.float(), atol=0.02, rtol=0.02)
 
 
@@ -282,10 +283,29 @@ def test_every_position_is_seen_as_decoding_saw_it(stories):
     torch.testing.assert_close(seen.hidden, torch.cat([one.hidden for one in alone], 1), atol=1e-4, rtol=1e-4)
     kept = collect(stories.split, texts, (2, 4), top_k=10)
     assert kept.ids.shape == (36, 10) and kept.log_probs.shape == (36, 11) and kept.hidden.shape == (2, 36, 64)
+    firsts = [0, 6, 7]  # of answers of 6, 1 and 29 tokens
+    assert not kept.last[firsts].any() and torch.equal(kept.last[1:6], seen.final[:5].to(kept.last.dtype))
+    assert torch.equal(kept.last[8:], seen.final[7:-1].to(kept.last.dtype))
     with torch.inference_mode():
         logits = stories.split.logits(seen.final)
     assert torch.equal(kept.ids[:, 0].long(), logits.argmax(-1))
     torch.testing.assert_close(kept.log_probs.float().exp().sum(-1), torch.ones(36), atol=2e-3, rtol=0)
+
+
+def test_a_head_is_trained_on_its_own_outputs_and_on_unknown_states_too(stories):
+    texts = [Sample(list(range(5, 45)), 3), Sample(list(range(7, 37)), 2)]
+    seen, heads = collect(stories.split, texts, (2,), top_k=10), some_heads((2,), width=64)
+    at, source = torch.arange(seen.number), torch.Generator().manual_seed(0)
+    with torch.inference_mode(False):
+        batch = with_own_states(stories.split, heads, 2, 0, seen, at, source)
+        last = seen.last.float()
+        changed = heads(seen.hidden[0].float(), 2, last)
+    own = torch.cat((torch.zeros(1, 64), stories.split.normed(changed)[:-1]))
+    is_own = (batch.last - own).abs().amax(-1) < 1e-4
+    is_zero, is_true = (batch.last == 0).all(-1), (batch.last == last).all(-1)
+    assert (is_own | is_zero | is_true).all() and is_zero[[0, 37]].all(), "nothing is known before an answer"
+    counts = [int(one.sum()) for one in (is_own & ~is_true, is_zero & ~is_true, is_true)]
+    assert 0.15 < counts[0] / 65 < 0.45 and 0.02 < counts[1] / 65 < 0.25 and 0.4 < counts[2] / 65 < 0.8
 
 
 class Whole:
@@ -307,7 +327,7 @@ def test_the_loss_is_the_plain_formula(by_kl, drafted):
     p, logits, heads = torch.randn(5, 12).mul(2).softmax(-1), torch.randn(5, 12), ExitHeads([1], 12, 2)
     subset = None if drafted is None else Subset(torch.tensor(drafted), None, (0, 0))
     top, ids = p.topk(11)  # of 12: the bucket of the others is one token
-    loss = exit_loss(Whole(), heads, 1, Positions(logits, ids, with_rest(top.log())), subset, by_kl)
+    loss = exit_loss(Whole(), heads, 1, Positions(logits, logits, ids, with_rest(top.log())), subset, by_kl)
     if drafted is None:
         q = logits.softmax(-1)
         kl, overlap, right = (p * (p / q).log()).sum(-1), torch.minimum(p, q).sum(-1), q.gather(1, ids[:, :1])[:, 0]

@@ -29,6 +29,10 @@ def test_a_new_head_changes_nothing():
     assert heads(hidden, 2) is hidden, "a layer without a head"
     many = torch.randn(3, 4, 32)
     assert torch.equal(heads.of_layers(many, (1, 2, 3)), torch.stack([heads(many[0], 1), many[1], heads(many[2], 3)]))
+    last = torch.randn(4, 32)
+    assert not torch.allclose(heads(hidden, 1, last), heads(hidden, 1), atol=1e-3)
+    assert torch.equal(heads(hidden, 1, torch.zeros(4, 32)), heads(hidden, 1)), "what is not known counts as zeros"
+    assert torch.equal(heads.of_layers(many, (1, 2, 3), last)[0], heads(many[0], 1, last))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -41,7 +45,6 @@ def test_the_last_layer_never_sees_them(family):
     target.exit_heads = some_heads()
     assert torch.equal(target.split.logits(hidden), late) and torch.equal(target.split.logits(hidden, 4), late)
     assert not torch.allclose(target.split.logits(hidden, 3), early)
-    assert torch.equal(target.split.logits(hidden, 2), target.split.early_logits(hidden[None], (2,))[0])
     for policy in (
         {"exit_layer": 1},
         {"exit_layer": 3, "num_speculative_tokens": 5},
@@ -88,6 +91,9 @@ def test_what_is_no_file_of_exit_heads_is_refused_in_a_sentence(tmp_path):
     save_file({"a": torch.ones(2)}, file)
     with pytest.raises(OSError, match="no file of exit heads"):
         ExitHeads.load(tmp_path)
+    save_file({"a": torch.ones(2)}, file, {"format": "selfspec exit heads 2"})
+    with pytest.raises(OSError, match="of an earlier version, which do not read the model's final states; train them"):
+        ExitHeads.load(tmp_path)
     some_heads().save(tmp_path)
     file.write_bytes(file.read_bytes()[:-7])
     with pytest.raises(OSError, match="truncated or damaged"):
@@ -112,10 +118,10 @@ def test_compiled_heads_are_the_blocks_of_torch(inner, dtype):
     split, hidden = target.split, torch.randn(3, 7, 32)
     before = hidden.clone()
     for _ in range(2):
-        for count in (0, 1, 7):
+        for count, last in ((0, None), (1, None), (7, None), (1, torch.randn(1, 32)), (7, torch.randn(7, 64)[:, ::2])):
             given = hidden[:, :count]
-            wanted = in_8_bits(target.exit_heads).of_layers(given, (1, 2, 3))
-            found = split.through_heads(given, (1, 2, 3))
+            wanted = in_8_bits(target.exit_heads).of_layers(given, (1, 2, 3), last)
+            found = split.through_heads(given, (1, 2, 3), last)
             tolerance = 1e-2 if dtype == torch.float32 else 0.1  # activations have two bytes
             torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
         for head in target.exit_heads.heads.values():  # as online learning does

@@ -82,7 +82,7 @@ def check_partial_logits(split, is_by_value):
     hidden = torch.randn(5, 32, generator=generator)
     wanted = split.logits(hidden, 2)
     top = torch.stack([torch.randperm(96, generator=generator)[:32] for _ in hidden])
-    short = split.short_logits(hidden[None], top, [2])
+    short = split.short_logits(hidden[None], top)
     if short is not None:
         torch.testing.assert_close(short[0, :, :32], wanted.gather(1, top), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(short[0, :, 32:], wanted[:, split.others], rtol=1e-4, atol=1e-4)

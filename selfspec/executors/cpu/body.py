@@ -20,7 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selfspec.executors.cpu.buffer_pool import BufferPool
-from selfspec.executors.cpu.packed import Packed, PackedExitHeads, PackedInt4, RoundedLayers, fits_half, pack_layer
+from selfspec.executors.cpu.packed import (
+    Packed,
+    PackedExitHeads,
+    PackedInt4,
+    RoundedLayers,
+    addresses_of,
+    fits_half,
+    pack_layer,
+)
 from selfspec.executors.cpu.rotary import RotaryTables
 from selfspec.executors.cpu.shadow import shadow_picks
 from selfspec.kernels import compiled_call as c
@@ -196,17 +204,21 @@ class CompiledBody:
         """Logits over a part of the vocabulary; see `SplitModel.draft_logits`. `hidden`: before the final norm."""
         return self.product(self.draft_head(subset)[0], hidden, norm=True)
 
-    def through_heads(self, hidden: Tensor, heads: ExitHeads, layers: Sequence[int]) -> Tensor:
+    def through_heads(
+        self, hidden: Tensor, heads: ExitHeads, layers: Sequence[int], last: Tensor | None = None
+    ) -> Tensor:
         """Hidden states `[K, N, hidden_size]` through exit heads; see `SplitModel.through_heads`."""
         hidden, count = hidden.float().contiguous(), hidden.shape[1]
         out, threads = hidden.clone(), self.threads(count)
+        last = None if last is None else last.float().contiguous()
+        before = None if last is None else addresses_of(last)
         for given, changed, layer in zip(hidden, out, layers, strict=True):
             packed = self.exit_heads.of(heads, layer)
             if packed is not None and count:
                 head = ctypes.byref(packed.struct)
                 memory = out.new_empty(self._lib.selfspec_exit_head_floats(head, count, threads))
                 places = changed.data_ptr(), memory.data_ptr()
-                self._lib.selfspec_exit_head(head, given.data_ptr(), count, *places, threads)
+                self._lib.selfspec_exit_head(head, given.data_ptr(), before, count, *places, threads)
         return out
 
     def shadow_picks(self, *inputs: Any) -> tuple[Tensor, Tensor] | None:

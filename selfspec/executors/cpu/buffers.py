@@ -12,7 +12,7 @@ from torch import Tensor
 from selfspec.control.ledger import OVERRUN, SHARE, Ledger
 from selfspec.executors.cpu.body import FEW, CompiledBody
 from selfspec.executors.cpu.grammars import ProgramGrammars
-from selfspec.executors.cpu.packed import Packed, PackedExitHead
+from selfspec.executors.cpu.packed import Packed, PackedExitHead, addresses_of
 from selfspec.executors.cpu.pick_data import LogprobBuffers, PickData
 from selfspec.executors.logprobs import TokenLogprobs
 from selfspec.kernels import compiled_call as c
@@ -80,15 +80,16 @@ class HiddenStateBuffers(NamedTuple):
     layers: Sequence[int]  # ascending
     hidden: Tensor  # fp32 [layers, at least the number of tokens, hidden_size], after each of the layers
     logits: Tensor  # fp32 [at least the number of tokens, vocab], the target's
+    finals: Tensor  # fp32 [at least the number of tokens, hidden_size], after the last layer and the final norm
 
     @classmethod
     def allocate(cls, body: CompiledBody, layers: Sequence[int], num_tokens: int) -> HiddenStateBuffers | None:
         """Buffers for `num_tokens` tokens; None if they exceed `MAX_HIDDEN_NUMBERS`."""
         size, vocab = body.embedding.shape[1], body.packed_head.num_outputs
-        if num_tokens * (len(layers) * size + vocab) > MAX_HIDDEN_NUMBERS:
+        if num_tokens * ((len(layers) + 1) * size + vocab) > MAX_HIDDEN_NUMBERS:
             return None
-        hidden = body.last_norm.new_empty(len(layers), num_tokens, size)
-        return cls(layers, hidden, body.last_norm.new_empty(num_tokens, vocab))
+        new = body.last_norm.new_empty
+        return cls(layers, new(len(layers), num_tokens, size), new(num_tokens, vocab), new(num_tokens, size))
 
 
 class RoundResult(NamedTuple):
@@ -133,6 +134,7 @@ class Buffers:
         self._prices: tuple[Sequence[float] | None, Any] = None, None
         self._ends: tuple[Sequence[Sequence[int]], Any, Any] = [], None, None
         self._exit_head: PackedExitHead | None = None
+        self._finals: Any = None
         self._indices = (ctypes.c_void_p * count)()
         self._texts: tuple[Any, Any] = (ctypes.c_void_p * 0)(), _ints(0)  # addresses and sources
         self.tables: tuple[Tensor, Tensor] | None = None  # the rotary angles that `draft` points to
@@ -196,17 +198,22 @@ class Buffers:
             self._stop_rule = rule
             draft.stop, self._stop_arrays = stop_struct(rule)
 
+    def set_finals(self, finals: Tensor | None) -> None:
+        """Set the rows' final states `[count, hidden_size]`, which the program updates; None: there are none."""
+        self._finals = None if finals is None else addresses_of(finals)  # `draft` points to it
+        self.draft.finals = None if finals is None else ctypes.addressof(self._finals)
+
     def set_hidden_states(self, buffers: HiddenStateBuffers | None) -> None:
         """Set where the verification writes hidden states and logits; None: nowhere."""
         verify = self.verify
-        verify.taps = verify.logits = None
+        verify.taps = verify.finals = verify.logits = None
         if buffers is not None:
             for i in range(verify.num_layers):
                 self._taps[i] = None
             for layer, hidden in zip(buffers.layers, buffers.hidden, strict=True):
                 self._taps[layer - 1] = hidden.data_ptr()
             verify.taps = ctypes.addressof(self._taps) if buffers.layers else None
-            verify.logits = buffers.logits.data_ptr()
+            verify.logits, verify.finals = buffers.logits.data_ptr(), buffers.finals.data_ptr()
 
     def set_picks(self, data: PickData | None) -> LogprobBuffers | None:
         """Set the contents of rows with penalties or a bias. Return the buffers of log-probabilities, if any."""

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 
+from torch import Tensor
+
 from selfspec.control.plan import CONFIDENCE_EDGES, SurvivalStop, table_of
 from selfspec.core import LOOKUP, Plan, RoundOutput, RowRound, Sequence, StageSeconds
 from selfspec.drafting.grammar import most_forced
@@ -25,6 +27,7 @@ from selfspec.executors.cpu.buffers import (
 )
 from selfspec.executors.cpu.grammars import ProgramGrammars
 from selfspec.executors.cpu.pick_data import PickData
+from selfspec.executors.final_states import before_each, states_of
 from selfspec.executors.logit_rules import are_rules
 from selfspec.executors.penalties import Penalties
 from selfspec.executors.picker import Picker, packed_params
@@ -63,6 +66,7 @@ class CompiledRounds:
         hidden_states: HiddenStateBuffers | None = None,
         data: PickData | None = None,
         grammars: ProgramGrammars | None = None,
+        finals: Tensor | None = None,
     ) -> list[RoundResult]:
         """Draft and verify for every row, and return the results of all rounds.
 
@@ -80,6 +84,8 @@ class CompiledRounds:
                 tokens, those that have drafted, too.
             data: the contents of rows with penalties or a bias, and the number of log-probabilities that rows request.
             grammars: of rows that have one; drafts are then over the whole vocabulary.
+            finals: fp32 `[rows, hidden_size]`, contiguous: the final state of the token before each row's last one, in
+                and out; needed where the exit layer has a trained head.
 
         Raises:
             MemoryError: the buffers of a round cannot be allocated.
@@ -117,6 +123,7 @@ class CompiledRounds:
             draft_head = drafter.head[0].struct
             verify.draft_head = ctypes.addressof(draft_head)
             buffers.set_drafter(drafter)
+        buffers.set_finals(finals)
         buffers.set_hidden_states(hidden_states)
         logprobs = buffers.set_picks(data)
         buffers.set_grammars(grammars)
@@ -195,6 +202,7 @@ class CpuExecutor(Executor):
         hidden_states = self._hidden_state_buffers(rows, plan) if keeps or plan.shadow is not None else None
         penalties = None if hidden_states is None else Penalties.of(rows, self.split.vocab_size, self.split.device)
         limits = ProgramLimits(1, 0.0, [()] * len(rows))
+        states = None if hidden_states is None else states_of(self.split, rows)
         output = next(self._executed(rows, plan, limits, given, hidden_states))
         if draft.given is not None:
             output.exit_layer = LOOKUP
@@ -204,7 +212,9 @@ class CpuExecutor(Executor):
         if hidden_states is not None and plan.shadow is not None:
             output.seconds.restart()
             taps, logits = [hidden_states.hidden], hidden_states.logits
-            add_shadow_picks(self.split, self.picker, plan.shadow, output.rows, taps, logits, penalties)
+            counts = [row.num_drafted + 1 for row in output.rows]
+            last = before_each(states, hidden_states.finals[: sum(counts)], counts)
+            add_shadow_picks(self.split, self.picker, plan.shadow, output.rows, taps, logits, penalties, last)
             output.seconds.lap("shadow")
         return output
 
@@ -226,10 +236,16 @@ class CpuExecutor(Executor):
         spans = [Span(row.pages, row.num_tokens - 1, n) for row, n in zip(rows, lengths, strict=True)]
         last, params = [row.token_ids[-1] for row in rows], packed_params([row.request.params for row in rows])
         data = PickData.of(rows, self.split.vocab_size)
-        grammars = ProgramGrammars.of(rows)
+        grammars, finals = ProgramGrammars.of(rows), states_of(self.split, rows)
+        if drafter is not None and drafter.exit_head is not None and finals is None:
+            drafter = drafter._replace(exit_head=None)  # another thread has removed the heads
         results = self._rounds.run(
-            self.cache, spans, last, params, capacities, drafter, limits, given, hidden_states, data, grammars
+            self.cache, spans, last, params, capacities, drafter, limits, given, hidden_states, data, grammars, finals
         )
+        if finals is not None:
+            for at, row in enumerate(rows):
+                num_new = sum([len(result.rows[at].token_ids) for result in results])
+                row.final_state, row.final_at = finals[at], row.num_tokens + num_new - 2
         inside = sum([sum(result.draft_seconds) + sum(result.verify_seconds) for result in results])
         overhead = seconds.now() - begin - inside
         for result in results:

@@ -148,6 +148,12 @@ def fits_half(weight: Tensor) -> bool:
     return bool(c.functions().selfspec_fits_half(weight.data_ptr(), weight.numel()))
 
 
+def addresses_of(rows: Tensor) -> Any:
+    """A C array of the addresses of a contiguous tensor's rows `[N, size]`."""
+    first, step = rows.data_ptr(), rows.shape[1] * rows.element_size()
+    return (ctypes.c_void_p * len(rows))(*range(first, first + len(rows) * step, step))
+
+
 class PackedExitHead:
     """The packed products of a head, and its norm in float32. Its weights are rounded to 8 bits, as it only drafts.
 

@@ -278,20 +278,25 @@ void selfspec_linear(const Product* p, const float* x, int64_t n, float* y, cons
 }
 
 int64_t selfspec_exit_head_floats(const ExitHead* e, int64_t n, int64_t num_threads) {
-    int64_t hidden = e->gate_up.in, inner = e->down.in, widest = std::max(hidden, inner);
-    return n * (hidden + inner) + prepared_floats(n, widest) + num_threads * own_floats(widest);
+    int64_t width = e->gate_up.in, inner = e->down.in, widest = std::max(width, inner);
+    return n * (width + inner) + prepared_floats(n, widest) + num_threads * own_floats(widest);
 }
 
-// y [n, hidden] = x + down(silu(gate(norm(x))) * up(norm(x))). memory: `selfspec_exit_head_floats` floats.
-void selfspec_exit_head(const ExitHead* e, const float* x, int64_t n, float* y, float* memory, int64_t num_threads) {
-    int64_t hidden = e->gate_up.in, inner = e->down.in, widest = std::max(hidden, inner);
-    float *normed = memory, *mixed = normed + n * hidden, *shared = mixed + n * inner;
+// y [n, hidden] = x + down(silu(gate(z)) * up(z)) with z = [norm(x), norm(last)]. last: [n] pointers to states of the
+// tokens before, or null: zeros. memory: `selfspec_exit_head_floats` floats.
+void selfspec_exit_head(const ExitHead* e, const float* x, const float* const* last, int64_t n, float* y, float* memory,
+                        int64_t num_threads) {
+    int64_t width = e->gate_up.in, hidden = width / 2, inner = e->down.in, widest = std::max(width, inner);
+    float *normed = memory, *mixed = normed + n * width, *shared = mixed + n * inner;
     Team team;
     Team::run(num_threads, [&] {
         float* own = shared + prepared_floats(n, widest) + thread_number() * own_floats(widest);
         const Memory rows{shared, own, team};
         Team::share(n, [&](int64_t t) {
-            norm(x + t * hidden, e->norm, e->eps, hidden, normed + t * hidden);
+            float *own = normed + t * width, *before = own + hidden;
+            norm(x + t * hidden, e->norm, e->eps, hidden, own);
+            if (last) norm(last[t], e->norm + hidden, e->eps, hidden, before);
+            else std::fill_n(before, hidden, 0.f);
             std::memcpy(y + t * hidden, x + t * hidden, sizeof(float) * hidden);
         });
         team.wait();

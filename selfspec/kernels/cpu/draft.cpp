@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "drafting.h"
+#include "norm.h"
 #include "pick.h"
 #include "team.h"
 
@@ -49,8 +50,9 @@ int64_t selfspec_draft_floats(const Model* m, const DraftArgs* d, const Product*
     return pick_floats(d->vocab) + d->num_rows * (m->hidden + d->vocab) +
            selfspec_linear_floats(head, d->num_rows, num_threads) + selfspec_buffer_floats(m, d->num_rows) +
            num_threads * selfspec_scratch_floats(m, longest) +
-           (d->exit_head ? d->num_rows * m->hidden + selfspec_exit_head_floats(d->exit_head, d->num_rows, num_threads)
-                         : 0);
+           (d->exit_head
+                ? 2 * d->num_rows * m->hidden + selfspec_exit_head_floats(d->exit_head, d->num_rows, num_threads)
+                : 0);
 }
 
 // Draft up to the rows' lengths and stop rules. The last token of each draft is not fed.
@@ -61,7 +63,9 @@ void selfspec_draft(const Model* m, const Layer* layers, int64_t num_layers, con
     float *logits = memory + pick_floats(d.vocab), *x = logits + rows * d.vocab, *h = x + rows * size;
     float* buffers = h + selfspec_linear_floats(head, rows, num_threads);
     float* scratch = buffers + selfspec_buffer_floats(m, rows);
-    float* changed = scratch + num_threads * scratch_floats;  // hidden states after the exit head
+    // Hidden states after the exit head; after the final norm, by row, they stand for final states in later steps.
+    float *changed = scratch + num_threads * scratch_floats, *own = changed + rows * size;
+    std::vector<const float*> last(rows);
     std::vector<int64_t> live, fed(rows), positions(rows), asked(rows), firsts(rows + 1), picks(rows);
     std::vector<int64_t> pages(rows * d.row_pages), next(d.last, d.last + rows);
     std::vector<SamplingParams> params(rows);
@@ -76,13 +80,14 @@ void selfspec_draft(const Model* m, const Layer* layers, int64_t num_layers, con
             fed[i] = next[r], params[i] = d.params[r];
             positions[i] = d.positions[r] + step, asked[i] = positions[i] + 1;
             firsts[i + 1] = i + 1;
+            if (d.exit_head) last[i] = step ? own + r * size : d.finals[r];
             std::memcpy(&pages[i * d.row_pages], d.pages + r * d.row_pages, sizeof(int64_t) * d.row_pages);
         }
         Call call = {n, n, positions.data(), firsts.data(), pages.data(), d.row_pages, d.cos, d.sin};
         double start = now();
         selfspec_run(m, layers, num_layers, &call, fed.data(), d.embedding, x, nullptr, nullptr,
                      buffers, scratch, scratch_floats, num_threads);
-        if (d.exit_head) selfspec_exit_head(d.exit_head, x, n, changed, changed + rows * size, num_threads);
+        if (d.exit_head) selfspec_exit_head(d.exit_head, x, last.data(), n, changed, own + rows * size, num_threads);
         double between = now();
         selfspec_linear(head, d.exit_head ? changed : x, n, logits, d.norm, d.eps, h, num_threads);
         double headed = now();
@@ -103,6 +108,7 @@ void selfspec_draft(const Model* m, const Layer* layers, int64_t num_layers, con
             d.tokens[at] = next[r] = picks[i], d.counts[r] = step + 1;
             if (d.confidences) d.confidences[at] = confidences[i];
             std::memcpy(d.hidden + at * size, x + i * size, sizeof(float) * size);
+            if (d.exit_head) norm(changed + i * size, d.norm, d.eps, size, own + r * size);
         }
         live = still_drafting(d, live, confidences.data(), step, survival);
         double *taken = d.taken + 3 * step, end = now();

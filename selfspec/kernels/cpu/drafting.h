@@ -27,6 +27,7 @@ struct DraftArgs {
     const float* norm;
     float eps;
     const ExitHead* exit_head;  // of the layers that draft; null: none
+    float* const* finals;  // [num_rows]: the final state of the token before each row's last one, updated; null: no heads
     Stop stop;
     int64_t *counts, *tokens;     // out: [num_rows]; [num_rows, most]
     float *confidences, *hidden;  // out: [num_rows, most] or null; [num_rows, most, hidden]

@@ -33,7 +33,7 @@ struct Layer {
 // A trained head of an exit layer: see `selfspec.model.exit_heads.ExitHead`.
 struct ExitHead {
     Product gate_up, down;
-    const float* norm;
+    const float* norm;  // [2 * hidden]
     float eps;
 };
 
@@ -72,5 +72,6 @@ const float* selfspec_row(const RowTable* table, int64_t row, int64_t size, floa
 void selfspec_linear(const Product* p, const float* x, int64_t n, float* y, const float* weight, float eps, float* h,
                      int64_t num_threads);
 int64_t selfspec_exit_head_floats(const ExitHead* e, int64_t n, int64_t num_threads);
-void selfspec_exit_head(const ExitHead* e, const float* x, int64_t n, float* y, float* memory, int64_t num_threads);
+void selfspec_exit_head(const ExitHead* e, const float* x, const float* const* last, int64_t n, float* y, float* memory,
+                        int64_t num_threads);
 }

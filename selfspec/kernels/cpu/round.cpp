@@ -124,12 +124,13 @@ class Round {
         return pick_row(one, d.params[row], memory, false).best;
     }
 
-    // The logits of the tokens that have any. x: the hidden states of all tokens; those of these move to the front.
-    void compute_logits(float* x, const Allowed& may, float* logits) const {
-        int64_t num_picked = may.num_picked, num_threads = threads(num_picked);
-        for (int64_t at = 0; at < int64_t(may.places.size()); at++)
-            if (may.places[at] >= 0 && may.places[at] < at)
-                std::copy_n(x + at * m.hidden, m.hidden, x + may.places[at] * m.hidden);
+    // The logits of the tokens that have any. x: the final states of all tokens.
+    void compute_logits(const float* x, const Allowed& may, float* logits) const {
+        int64_t n = may.places.size(), num_picked = may.num_picked, num_threads = threads(num_picked);
+        Floats picked(num_picked < n ? num_picked * m.hidden : 0);
+        for (int64_t at = 0; num_picked < n && at < n; at++)
+            if (may.places[at] >= 0) std::copy_n(x + at * m.hidden, m.hidden, picked.get() + may.places[at] * m.hidden);
+        if (num_picked < n) x = picked.get();
         Floats memory(selfspec_linear_floats(v.head, num_picked, num_threads));
         selfspec_linear(v.head, x, num_picked, logits, nullptr, 0, memory.get(), num_threads);
     }
@@ -211,6 +212,9 @@ class Round {
         if (num_picked) compute_logits(x.get(), may, logits);
         double headed = now();
         accept(all, may, logits);
+        if (v.finals) std::copy_n(x.get(), n * m.hidden, v.finals);
+        for (int64_t r = 0; d.finals && r < d.num_rows; r++)
+            std::copy_n(x.get() + (all.firsts[r] + v.num_emitted[r] - 1) * m.hidden, m.hidden, d.finals[r]);
         double *taken = v.taken, end = now();
         taken[0] = start - before, taken[1] = between - start, taken[2] = headed - between, taken[3] = end - headed;
     }

@@ -17,9 +17,9 @@ struct VerifyArgs {
     int64_t most;                       // maximum drafted tokens per row
     int64_t *counts, *tokens;           // drafts, in or out: [num_rows], [num_rows, most]
     int64_t *num_emitted, *picks;       // out: accepted tokens and one more [num_rows]; the picks [num_rows, most + 1]
-    // out, or null: hidden states after layers, [num_layers] pointers to [tokens, hidden] or null; logits [tokens,
-    // vocab]
-    float *const *taps, *logits;
+    // out, or null: hidden states after layers, [num_layers] pointers to [tokens, hidden] or null; final states [tokens,
+    // hidden]; logits [tokens, vocab]
+    float *const *taps, *finals, *logits;
     double* taken;                // out: [4] seconds of early layers after the draft, layers, head, picks
     // [num_rows]: most probable tokens to report, -1: no log-probabilities; null: for no row
     const int64_t* num_likely;
