@@ -55,7 +55,7 @@ def test_drafts_read_the_final_state_of_the_token_before_and_then_the_heads_own(
     found, tokens = rounds_of(target, make_prompts([9], seed=1)[0], length)
     same = [drafted == expected(target.split, tokens[:at], len(drafted), True) for at, drafted in found]
     blind = [drafted == expected(target.split, tokens[:at], len(drafted), False) for at, drafted in found]
-    assert sum(same) >= len(same) - 1 and sum(blind) < len(blind) - 3, "a near-tie may be rounded"
+    assert sum(same) >= len(same) - 1 and sum(blind) < sum(same) - 1, "a near-tie may be rounded"
 
 
 @pytest.mark.parametrize("backend", ["compiled", "views"])

@@ -180,8 +180,8 @@ def test_training_raises_agreement(stories):
     trainer = ExitTrainer(stories.split, 3, 0, None, "", 0)
     before = agreement(stories.split, None, 3, 0, held_out, None)
     assert agreement(stories.split, trainer.heads, 3, 0, held_out, None) == before, "new heads are the identity"
-    for step in range(40):
-        trainer.step(seen, step / 40)
+    for step in range(100):
+        trainer.step(seen, step / 100)
     assert trainer.measure(held_out) > before + 0.1
     other = ExitTrainer(stories.split, 3, 0, None, "", 1)
     other.load(trainer.state())
