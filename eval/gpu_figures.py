@@ -29,7 +29,7 @@ class Cell(NamedTuple):
 
 
 def floor_seconds(found: Mapping[str, Any], cell: Mapping[str, Any]) -> float:
-    """Seconds to read what a round of plain or fixed must read, by the measured copy bandwidth.
+    """Seconds to read what a round of plain or fixed must read, by the larger of the measured bandwidths.
 
     All rows share the weights. A fixed round runs the early layers once for every drafted token and once more for the
     last one, then the other layers; the head's rows of the draft vocabulary once for every drafted token, and the whole
@@ -41,7 +41,12 @@ def floor_seconds(found: Mapping[str, Any], cell: Mapping[str, Any]) -> float:
     held = cell["batch"] * cell["mean_context"] * sizes["kv_bytes_per_token"]
     layers = sizes["read_bytes"] - sizes["head_bytes"] + held
     heads = sizes["head_bytes"] + drafted * sizes["draft_head_bytes"]
-    return float((passes * layers + heads) / found["speed"]["copy_bytes_per_second"])
+    return float((passes * layers + heads) / bandwidth(found["speed"]))
+
+
+def bandwidth(speed: Mapping[str, float]) -> float:
+    """Bytes per second: the larger of those of a copy and of reading alone."""
+    return max(value for name, value in speed.items() if name.endswith("bytes_per_second"))
 
 
 def figures(found: Mapping[str, Any]) -> list[Record]:
@@ -75,6 +80,7 @@ def figures(found: Mapping[str, Any]) -> list[Record]:
         if "busy_seconds" in one:
             row |= {"busy ms": 1e3 * one["busy_seconds"], "busy / floor": 1e3 * one["busy_seconds"] / row["floor ms"]}
             row["host share"] = max(0.0, 1 - row["busy ms"] / row["wall ms"])
+        if "kernels" in one:  # a device may refuse to be profiled
             row["kernels a layer"] = one["kernels"] / found["target"]["num_layers"]
         made.append({name: value for name, value in row.items() if value is not None})
     return made
@@ -85,11 +91,11 @@ def render(record: Mapping[str, Any]) -> str:
     env, parts = record["environment"], list[str]()
     for name, found in record["shapes"].items():
         if "target" in found:
-            target, copies = found["target"], found["speed"]["copy_bytes_per_second"] / 1e12
+            target, terabytes = found["target"], bandwidth(found["speed"]) / 1e12
             parts.append(
                 f"synthetic {name}, {target['dtype']}, random weights, acceptance {target['acceptance']:.2f} at layer "
                 f"{target['exit_layer']} of {target['num_layers']} at temperature {TEMPERATURE:g}; "
-                f"{found['device'].get('gpu', env['cpu'])}, which copies {copies:.2f} TB/s; torch {env['torch']}"
+                f"{found['device'].get('gpu', env['cpu'])}, which reads {terabytes:.2f} TB/s; torch {env['torch']}"
             )
             shown = [column for column in COLUMNS if any(column in row for row in found["figures"])]
             cells = [

@@ -294,6 +294,27 @@ def test_earlier_shapes_have_more_of_the_time_and_the_first_a_minimum(monkeypatc
 # ---------------------------------------------------------------------------------------------- cells on the stand-in
 
 
+@pytest.mark.slow
+def test_every_cell_of_the_package_is_measured_on_the_stand_in(tmp_path, monkeypatch):
+    def on_tape(*given, **more):
+        made = synthetic_target(*given, **more)
+        with_runner(made.llm.target, packing="copy", max_rows=32)
+        return made
+
+    monkeypatch.setattr(gpu, "synthetic_target", on_tape)
+    methods = ("plain", "fixed", "adaptive", "launches", "prefill", "first token", *gpu.ADAPTIVE)
+    short = {"warm_seconds": 0.0, "window_seconds": 0.05, "methods": methods, "peer_batch_sizes": [], "minutes": 30}
+    found = run(read_config(GpuConfig, SMALL, {**FEW, **short}), tmp_path / "gpu.json", here)["shapes"]["tiny"]
+    assert found["missing"] == {} and {*methods} <= {cell["method"] for cell in found["cells"]}
+    assert found["opened"]["layers"] == "recorded, fused (weights: copy)" and found["speed"]["read_bytes_per_second"]
+    cells = {cell["method"]: cell for cell in found["cells"]}
+    for method in ("plain", "fixed", "adaptive", *gpu.ADAPTIVE):
+        assert cells[method]["recordings"] >= 0 and cells[method]["recording_seconds"] >= 0
+        assert cells[method]["recording_mib"] > 0
+    assert all(cells[method]["busy_seconds"] > 0 for method in ("plain", "fixed"))
+    assert "recordings" in render({"environment": {"cpu": "", "torch": ""}, "shapes": {"tiny": found}})
+
+
 def test_recordings_and_their_seconds_are_counted_and_launches_timed_on_the_stand_in():
     target = synthetic_target("tiny", acceptance=None)
     with_runner(target.llm.target, packing="copy")

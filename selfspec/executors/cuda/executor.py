@@ -142,13 +142,12 @@ class CudaExecutor(Executor):
         outputs, scores = self._fallback.accept(rows, fed, logits, positions, penalties)
         for output, one in zip(outputs, done, strict=True):
             output.confidences = one.confidences
-        seconds.lap("pick")
         if plan.keep_divergence and plan.exit_layer:
             by_row = self.split.logits(packed[-1], plan.exit_layer).split([len(one) + 1 for one in drafts])
             add_divergences(outputs, by_row, scores)
         if plan.shadow is not None:
             add_shadow_picks(self.split, self.picker, plan.shadow, outputs, [packed[1:]], logits, penalties)
-            seconds.lap("shadow")
+        seconds.lap("pick" if plan.shadow is None else "shadow")
         return outputs
 
     def _begin(self, rows: list[Sequence], draft: RoundDraft) -> RecordedRounds | None:
