@@ -205,12 +205,10 @@ class Shape:
         found["recording_mib"] = now["recording_mib"]
         llm.keep_statistics(rows.engine)
         if method in ("plain", "fixed"):
-            is_first = batch in config.batch_sizes[:NUM_FIRST] and context == config.contexts[0]
-            for measure in (*([rows.busy] if is_first else []), lambda: replayed(rows)):
-                try:
-                    found |= measure()
-                except ValueError as problem:
-                    found["why_not_busy"] = str(problem)
+            try:
+                found |= replayed(rows)
+            except ValueError as problem:
+                found["why_not_busy"] = str(problem)
         return found
 
     def llm(self, method: str) -> LLM:

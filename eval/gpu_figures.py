@@ -13,7 +13,7 @@ NEAR = 0.1  # of the wanted acceptance, within which a speedup of fixed is judge
 HOPELESS = ", hopeless"  # how methods on a target whose early layers know nothing end
 COLUMNS = (
     *("tokens/s", "lowest", "highest", "acceptance", "over plain", "over hf", "over best fixed", "wall ms", "floor ms"),
-    *("wall / floor", "busy ms", "busy / floor", "host share", "kernels a layer", "recordings", "recording s"),
+    *("wall / floor", "busy ms", "busy / floor", "host share", "recordings", "recording s"),
 )
 
 
@@ -80,8 +80,6 @@ def figures(found: Mapping[str, Any]) -> list[Record]:
         if "busy_seconds" in one:
             row |= {"busy ms": 1e3 * one["busy_seconds"], "busy / floor": 1e3 * one["busy_seconds"] / row["floor ms"]}
             row["host share"] = max(0.0, 1 - row["busy ms"] / row["wall ms"])
-        if "kernels" in one:  # a device may refuse to be profiled
-            row["kernels a layer"] = one["kernels"] / found["target"]["num_layers"]
         made.append({name: value for name, value in row.items() if value is not None})
     return made
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import DeviceType  # type: ignore[attr-defined]
-from torch.profiler import ProfilerActivity, profile
 
 from eval.measurement import no_garbage_collection, rates, synchronize, timed
 from eval.models import params_of
@@ -32,7 +30,7 @@ from selfspec.model.split_model import SplitModel
 
 TEMPERATURE = 0.5  # of all rows but those of peers: the acceptance of greedy outputs differs from the set one by 0.1
 PAGE = 256  # tokens; the memory of a row is a multiple of it, as any attention backend needs
-WARM_ROUNDS, BUSY_ROUNDS, PREFILL_REPEATS = 4, 12, 3
+WARM_ROUNDS, REPLAYS, PREFILL_REPEATS = 4, 12, 3
 CHAIN = 1000  # tiny kernels
 HELD = 1024  # tokens of a row to which attention is timed
 Record = dict[str, Any]
@@ -127,22 +125,6 @@ class Rows:
                         return done.as_dict()
         raise AssertionError("steps do not end")
 
-    def busy(self) -> Record:
-        """Seconds of a round's kernels and copies, and their number and launches, by torch's profiler.
-
-        Raises:
-            ValueError: the device is no GPU, or its profiling library (CUPTI) reports nothing.
-        """
-        if self.device.type != "cuda":
-            raise ValueError("busy time is known of a CUDA device only")
-        num_rounds, steps = 0, self.full_steps()
-        next(steps)
-        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
-            while num_rounds < BUSY_ROUNDS:
-                num_rounds += len(next(steps)[1])
-        self.stop()
-        return {name: value / num_rounds for name, value in counted(seen.key_averages()).items()}
-
 
 def replayed(rows: Rows) -> Record:
     """Seconds of a round on the device, the gaps between its kernels included, from replays of its recording; and the
@@ -163,7 +145,7 @@ def replayed(rows: Rows) -> Record:
     if runner is None or runner.begin(cache, given, plan, longest) is None:
         raise ValueError("these rounds are not recorded")
     recording, hosts = runner.graphs.latest.recording, list[float]()
-    replays = max(1, min(BUSY_ROUNDS, free // (longest + 1) // (1 + PREFILL_REPEATS)))  # rows must not end
+    replays = max(1, min(REPLAYS, free // (longest + 1) // (1 + PREFILL_REPEATS)))  # rows must not end
 
     def launched() -> None:
         begun = perf_counter()
@@ -174,18 +156,6 @@ def replayed(rows: Rows) -> Record:
     with torch.inference_mode(), current(split.device):
         seconds = fastest(launched, PREFILL_REPEATS, split.device) / replays
     return {"busy_seconds": seconds, "launch_seconds": min(hosts)}
-
-
-def counted(events: Iterable[Any]) -> dict[str, float]:
-    """What the events of a profile say. Launches on the host include their kernels' time, so it is not added up."""
-    events = list(events)
-    done = [e for e in events if e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False)]
-    kernels = sum(e.count for e in done if not e.key.startswith(("Memcpy", "Memset")))
-    launches = [e for e in events if e.device_type == DeviceType.CPU and "Launch" in e.key and e.key.startswith("cu")]
-    if not kernels:
-        raise ValueError("torch's profiler reports no kernels; CUPTI may be refused on this machine")
-    seconds = sum(e.self_device_time_total for e in done) / 1e6
-    return {"kernel_seconds": seconds, "kernels": kernels, "launches": sum(e.count for e in launches)}
 
 
 def prefill_rate(llm: LLM, context: int) -> Record:
@@ -324,21 +294,16 @@ def five_launches(split: SplitModel, body: FusedBody, hidden: Tensor) -> dict[st
     }
 
 
-def device_speed(where: torch.device, num_bytes: int = 1 << 30, size: int = 8192, repeats: int = 8) -> dict[str, float]:
+def device_speed(where: torch.device, num_bytes: int = 1 << 30, repeats: int = 8) -> dict[str, float]:
     """`copy_bytes_per_second`, read and written bytes of a large copy; `read_bytes_per_second`, of the largest number
-    in it, which is the ceiling of decoding; on a GPU also `matmul_flops_per_second`, of a square product in bfloat16.
-    The best of the repeats."""
-    is_gpu = where.type == "cuda"
-    source = torch.zeros(num_bytes if is_gpu else num_bytes >> 4, dtype=torch.uint8, device=where)
+    in it, which is the ceiling of decoding. The best of the repeats."""
+    source = torch.zeros(num_bytes if where.type == "cuda" else num_bytes >> 4, dtype=torch.uint8, device=where)
     target = torch.empty_like(source)
     seconds = min(timed(lambda: target.copy_(source), where)[1] for _ in range(repeats))
     found = {"copy_bytes_per_second": 2 * source.nbytes / seconds}
     numbers = source.view(torch.int32)
     read = min(timed(numbers.amax, where)[1] for _ in range(repeats))
     found["read_bytes_per_second"] = source.nbytes / read
-    if is_gpu:
-        a, b = torch.randn(2, size, size, device=where).to(torch.bfloat16)
-        found["matmul_flops_per_second"] = 2 * size**3 / min(timed(lambda: a @ b, where)[1] for _ in range(repeats))
     return found
 
 

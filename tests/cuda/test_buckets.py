@@ -20,11 +20,11 @@ def test_a_round_fits_into_its_key(num_rows, most, longest, exit_layer):
     """Longer drafts than a recording holds are cut; more rows than it drafts for decode plainly."""
     runner = runner_of(tiny("llama").split, max_rows=32)
     key = runner._round_key(num_rows, most, longest if exit_layer is not None else 0, 6000, Plan(exit_layer, (0,)))
-    if num_rows > SLOTS[-1] or (num_rows > 32 and key is None):
+    if num_rows > SLOTS[-1]:
         assert key is None
         return
     assert num_rows <= key.slots < 2 * num_rows + 1
-    drafted = min(longest, MAX_WIDTH - 1, MAX_PLACES // key.slots - 1) if exit_layer is not None else 0
+    drafted = 0 if exit_layer is None or num_rows > 32 else min(longest, MAX_WIDTH - 1, MAX_PLACES // num_rows - 1)
     assert drafted < key.width <= max(2 * drafted, 1) and (key.exit_layer == 0 or key.width == drafted + 1)
     assert key.has_states == (key.width == 1), "what probes read costs plain rounds nothing"
     held = most + key.width - 1

@@ -64,6 +64,16 @@ def test_up_to_32_rows_are_one_recording():
     assert len(large) == 1 and large[0].num_replays > 2
 
 
+def test_plain_rounds_of_more_rows_than_draft_are_recorded(monkeypatch):
+    monkeypatch.setattr(EagerExecutor, "round", None)
+    target = with_runner(Target(build("llama"), backend="views"), max_rows=2)
+    asked = [request(prompt, SamplingParams(max_tokens=4)) for prompt in make_prompts([5] * 5)]
+    made = run(target, asked, Always(2, 2, num_rounds=9), max_num_seqs=5, max_num_cached_tokens=80, page_size=16)
+    assert tokens_of(made.outputs) == tokens_of(decode(tiny("llama"), asked))
+    assert {len(round_.rows) for round_ in made.rounds} == {5} and all(r.exit_layer is None for r in made.rounds)
+    assert target.split.runner.graphs.num_recorded == 1
+
+
 def test_rows_near_their_ends_take_no_recordings_of_their_own():
     _, target = recorded(Always(2, 4, num_rounds=99), requests(1, ends=False))
     tape = target.split.runner.graphs.capture

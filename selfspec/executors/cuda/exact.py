@@ -14,11 +14,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from selfspec.core import LOOKUP, Plan
 from selfspec.errors import UnsupportedModelError
 from selfspec.executors.cuda.body_choice import MAX_ROUNDINGS, layers_error, packing_of
 from selfspec.executors.cuda.exact_body import ExactBody, with_fixed_order
 from selfspec.executors.cuda.fused_body import FusedBody
-from selfspec.executors.cuda.rounds import StaticRows
+from selfspec.executors.cuda.rounds import RoundRow, StaticRows
 from selfspec.executors.cuda.runner import Runner
 from selfspec.executors.cuda.self_check import round_problem
 from selfspec.model.attention_backends import layout_of
@@ -32,6 +33,7 @@ WIDE = 128  # tokens of a block of a prompt
 CHECKED = (600, 37, 21)  # tokens of the self-check's rows: several splits and wide blocks, and a row within a block
 STEPS = 4  # last tokens of each of these rows, run one by one, and then together
 PAGE = 8
+GREEDY = 0.0, 0, 1.0, 0.0, 0  # temperature, top-k, top-p, min-p and seed of a row
 
 
 def exact_split(source: SplitModel, rows: int = ROWS, wide: int = WIDE, checked: Sequence[int] = CHECKED) -> SplitModel:
@@ -174,9 +176,8 @@ def cut(part: Sequence[Placed], width: int) -> Iterator[tuple[list[Span], list[i
 
 @torch.inference_mode()
 def difference(split: SplitModel, lengths: Sequence[int]) -> str:
-    """Compare rows decoded alone, token by token, with the same rows in a batch, split at an exit layer.
-
-    Calls are recorded where the split model does so in decoding.
+    """Compare rows decoded alone, token by token, with the same rows in a batch: split at an exit layer, and in a
+    recorded round that verifies given drafts.
 
     Args:
         lengths: tokens of the rows, at least `STEPS` + 1; longer ones than the context limit are cut.
@@ -188,7 +189,7 @@ def difference(split: SplitModel, lengths: Sequence[int]) -> str:
     lengths = [min(n, split.context_limit) for n in lengths]
     prompts = [torch.randint(split.vocab_size, (n,), generator=generator).to(split.device) for n in lengths]
     alone = [_alone(split, prompt) for prompt in prompts]
-    for exit_layer in sorted({max(1, split.num_layers // 4), split.num_layers // 2}):
+    for exit_layer in sorted({LOOKUP, max(1, split.num_layers // 4), split.num_layers // 2}):
         order = range(len(prompts)) if exit_layer % 2 else range(len(prompts))[::-1]
         together = _together(split, [prompts[i] for i in order], exit_layer)
         for i, (hidden, logits) in zip(order, together, strict=True):
@@ -215,7 +216,7 @@ def _alone(split: SplitModel, prompt: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _together(split: SplitModel, prompts: list[Tensor], exit_layer: int) -> list[tuple[Tensor, Tensor]]:
-    """The same for several rows in small pages, packed in one call, split at the exit layer."""
+    """The same for several rows in small pages, packed in one call, split at the exit layer; or of a recorded round."""
     cache: PagedCache = split.new_cache(sum(-(-len(prompt) // PAGE) for prompt in prompts), PAGE)
     pages = [cache.reserve(len(prompt)) or [] for prompt in prompts]
     firsts = [len(prompt) - STEPS for prompt in prompts]
@@ -225,9 +226,22 @@ def _together(split: SplitModel, prompts: list[Tensor], exit_layer: int) -> list
         rows = PackedRows(cache, spans, split.device)
         rows.plans["prompts"] = [end if at < end else 0 for at, end in zip(starts, firsts, strict=True)]
         parts = zip(prompts, starts, lengths, strict=True)
-        hidden = split.run(rows, 0, exit_layer, torch.cat([prompt[at : at + n] for prompt, at, n in parts]))
+        hidden = torch.cat([prompt[at : at + n] for prompt, at, n in parts])
+        if exit_layer:
+            hidden = split.run(rows, 0, exit_layer, hidden)
         return split.run(rows, exit_layer, split.num_layers, hidden)
 
+    def verified() -> Tensor | None:
+        """By a round whose drafts are the rows' last tokens; None where it cannot be recorded."""
+        rows = [
+            RoundRow(own, at + 1, int(prompt[at]), STEPS + 1, (), STEPS - 1, prompt[at + 1 :].tolist(), *GREEDY)
+            for own, at, prompt in zip(pages, firsts, prompts, strict=True)
+        ]
+        rounds = split.runner.begin(cache, rows, Plan(LOOKUP, (STEPS - 1,) * len(rows)))
+        states = None if rounds is None else rounds.launch(range(len(rows)))
+        return None if states is None else states[0].flatten(0, 1)
+
     read([0] * len(prompts), firsts)
-    hidden = read(firsts, [STEPS] * len(prompts))
+    hidden = None if exit_layer else verified()
+    hidden = read(firsts, [STEPS] * len(prompts)) if hidden is None else hidden
     return list(zip(hidden.split(STEPS), split.logits(hidden).split(STEPS), strict=True))

@@ -8,40 +8,21 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
-from selfspec.executors.cuda.capture import Body, Capture, Recording
+from selfspec.executors.cuda.capture import Capture, Recording
+from selfspec.executors.cuda.rounds import RoundInputs, WholeRound
 from selfspec.model.kv_cache import PagedCache
 
 
-class Sized(Protocol):
-    """Device memory."""
+class Recorded(NamedTuple):
+    """A recorded round with its input buffers and body, which hold the memory that it reads."""
 
-    @property
-    def num_bytes(self) -> int: ...
-
-
-class Buffers(Protocol):
-    """The input buffers of a recording."""
-
-    @property
-    def num_bytes(self) -> int: ...  # without those of `shared`
-
-    @property
-    def shared(self) -> Sequence[Sized]: ...  # buffers that other recordings read, too
-
-
-Inputs = TypeVar("Inputs", bound=Buffers)
-
-
-class Recorded(NamedTuple, Generic[Inputs]):
-    """A recording with its input buffers and body, which hold the memory that it reads."""
-
-    inputs: Inputs
-    body: Body
+    inputs: RoundInputs
+    body: WholeRound
     recording: Recording
 
     @property
@@ -62,7 +43,7 @@ class Graphs:
 
     def __init__(self, capture: Capture, budget: int, max_recordings: int = 512) -> None:
         self.capture, self.budget, self.max_recordings = capture, budget, max_recordings
-        self._kept: OrderedDict[Hashable, Recorded[Any]] = OrderedDict()
+        self._kept: OrderedDict[Hashable, Recorded] = OrderedDict()
         self.num_recorded = 0
         """Recordings made so far, including those dropped since."""
         self.seconds = 0.0
@@ -78,22 +59,22 @@ class Graphs:
         return sum(one.num_bytes for one in self._kept.values()) + sum(shared.values())
 
     @property
-    def latest(self) -> Recorded[Any] | None:
+    def latest(self) -> Recorded | None:
         """The recording that was used last; None if there is none."""
         return next(reversed(self._kept.values()), None)
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._kept
 
-    def get(self, key: Hashable) -> Recorded[Any] | None:
+    def get(self, key: Hashable) -> Recorded | None:
         """The recording of a key; None if there is none."""
         found = self._kept.get(key)
         if found is not None:
             self._kept.move_to_end(key)
         return found
 
-    def record(self, key: Hashable, inputs: Inputs, body: Body) -> Recorded[Inputs]:
-        """Record a body and keep it. `inputs`: the buffers that it reads, already filled for the first call."""
+    def record(self, key: Hashable, inputs: RoundInputs, body: WholeRound) -> Recorded:
+        """Record a round and keep it."""
         begun = perf_counter()
         made = self._kept[key] = Recorded(inputs, body, self.capture.record(body))
         self.num_recorded += 1

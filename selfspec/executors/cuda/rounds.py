@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selfspec.executors.cuda.graphs import Recorded
+from selfspec.executors.cuda.capture import Recording
 from selfspec.kernels.layout import EOS, GIVEN, MOST_EOS, Layout, Step
 from selfspec.kernels.suite import Kernels
 from selfspec.model.attention import Reach
@@ -311,7 +311,8 @@ class RecordedRounds:
     A row that has ended, by a token or by its length, is an empty slot in later rounds.
 
     Args:
-        made: the recording; its inputs hold the first round's rows.
+        inputs: the input buffers, which hold the first round's rows.
+        recording: of the round.
         lock: held while a round is launched, since recordings share memory.
         num_rows: rows of the batch.
         reports_confidence: whether results have confidences.
@@ -320,13 +321,14 @@ class RecordedRounds:
 
     def __init__(
         self,
-        made: Recorded[RoundInputs],
+        inputs: RoundInputs,
+        recording: Recording,
         lock: AbstractContextManager[Any],
         num_rows: int,
         reports_confidence: bool,
         max_rounds: int,
     ) -> None:
-        self._made, self._lock, self._num_rows = made, lock, num_rows
+        self._inputs, self._recording, self._lock, self._num_rows = inputs, recording, lock, num_rows
         self._reports_confidence, self.max_rounds = reports_confidence, max_rounds
         self._in_flight: deque[int] = deque()
 
@@ -349,16 +351,16 @@ class RecordedRounds:
         """
         assert len(self._in_flight) < MAX_IN_FLIGHT
         with self._lock:
-            self._made.recording.replay()
-            record, *states = self._made.recording.outputs
-            self._in_flight.append(self._made.inputs.records.send(record))
+            self._recording.replay()
+            record, *states = self._recording.outputs
+            self._in_flight.append(self._inputs.records.send(record))
             if not kept:
                 return None
             some = torch.stack([states[layer] for layer in (0, *layers)])
-            return some.unflatten(1, (-1, self._made.inputs.key.width))[:, tensor_of([*kept], some.device)]
+            return some.unflatten(1, (-1, self._inputs.key.width))[:, tensor_of([*kept], some.device)]
 
     @torch.inference_mode()
     def take(self) -> list[RowResult]:
         """Wait for the earliest round in flight, and return its results, one per row."""
-        record = self._made.inputs.records.wait(self._in_flight.popleft())
-        return read_record(record, self._num_rows, self._made.inputs.key, self._reports_confidence)
+        record = self._inputs.records.wait(self._in_flight.popleft())
+        return read_record(record, self._num_rows, self._inputs.key, self._reports_confidence)

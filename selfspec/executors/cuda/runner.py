@@ -117,7 +117,7 @@ class Runner:
         kernels: scatter keys and values, attend, pick and accept.
         capture: records bodies.
         budget: bytes of device memory for all recordings.
-        max_rows: maximum rows of a round that drafts.
+        max_rows: maximum rows of a round that drafts; of more, nothing is drafted.
         shares: another runner, whose recordings are within the same budget.
     """
 
@@ -261,7 +261,9 @@ class Runner:
             made.inputs.fill(rows)
         left = key.most_tokens - most
         fitting = UNBOUNDED_ROUNDS if key.most_tokens == storage.cache.capacity else left // key.width
-        return RecordedRounds(made, self._lock, len(rows), plan.reads_confidence, max(1, fitting))
+        return RecordedRounds(
+            made.inputs, made.recording, self._lock, len(rows), plan.reads_confidence, max(1, fitting)
+        )
 
     def with_recording(self, body: Body, use: Callable[[Recording], T]) -> T:
         """What `use` returns for a recording of `body`, which is dropped then. Other threads replay nothing meanwhile.
@@ -296,11 +298,9 @@ class Runner:
         exit_layer, slots = plan.exit_layer or 0, round_up(num_rows, SLOTS)
         if slots is None:
             return None
-        longest = min(longest, max(0, self.limits.draft_length(num_rows)))
+        longest = min(longest, max(0, self.limits.draft_length(num_rows))) if num_rows <= self.max_rows else 0
         if longest <= 0:
             exit_layer = longest = 0
-        elif num_rows > self.max_rows:
-            return None
         # A place more costs little in verification, but a draft step reads the early layers.
         width = longest + 1 if exit_layer else round_up(longest + 1, WIDTHS)
         assert width is not None
@@ -308,7 +308,7 @@ class Runner:
         has_states = width == 1 or plan.shadow is not None or plan.keep_divergence
         return RoundKey(exit_layer, width, slots, most_tokens, has_states)
 
-    def _recorded(self, key: Any, prepare: Callable[[], tuple[Any, Any]]) -> Recorded[Any] | None:
+    def _recorded(self, key: Any, prepare: Callable[[], tuple[RoundInputs, WholeRound]]) -> Recorded | None:
         """The recording of a key. It is made if there is none; None if that fails.
 
         Recording runs a round on its inputs, so that they must be filled again.
