@@ -141,7 +141,7 @@ def _options(rows: int, itemsize: int, num_weights: int, programs: int, device: 
     per_processor = min(triton.cdiv(programs, device.processors), PER_PROCESSOR[rows])
     free = device.shared_bytes // per_processor - 1024 - rows * line  # normed rows pass through it, too
     buffers = min(MOST_BUFFERS, free // (line * (rows + OUTPUTS * num_weights)))
-    return {"num_warps": 4, "num_stages": 1 + max(1, buffers), "enable_fp_fusion": False}
+    return {"num_warps": 4 if itemsize < 4 else 8, "num_stages": 1 + max(1, buffers), "enable_fp_fusion": False}
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -180,17 +180,16 @@ def calls() -> dict[str, Callable[[], Any]]:
     def gate(inner: int, activation: str) -> Callable[[], Any]:
         return lambda: fused_layer.gate(torch.zeros(2, 2 * inner, dtype=torch.bfloat16), activation)
 
-    def product(kind: str, rows: int, size: int, inner: int, outputs: int) -> Callable[[], Any]:
-        hidden, weight = (
-            torch.zeros(rows, size, dtype=torch.bfloat16),
-            torch.empty(2 * inner, size, dtype=torch.bfloat16),
-        )
-        given = hidden, torch.zeros(rows, size // 32), norm(size)
+    def product(
+        kind: str, rows: int, size: int, inner: int, outputs: int, dtype: torch.dtype = torch.bfloat16
+    ) -> Callable[[], Any]:
+        hidden, weight = torch.zeros(rows, size, dtype=dtype), torch.empty(2 * inner, size, dtype=dtype)
+        given = hidden, torch.zeros(rows, size // 32), Norm(torch.zeros(size, dtype=dtype), 1e-6)
         if kind == "norm":
             return lambda: skinny_products.norm_product(*given, weight[:outputs])
         if kind == "gate":
             return lambda: skinny_products.gate_product(*given, weight[:inner], weight[inner:], "silu")
-        x, down = torch.zeros(rows, inner, dtype=torch.bfloat16), torch.empty(size, inner, dtype=torch.bfloat16)
+        x, down = torch.zeros(rows, inner, dtype=dtype), torch.empty(size, inner, dtype=dtype)
         return lambda: skinny_products.product_add(x, down, None, hidden)
 
     def rotate_attend(
@@ -213,6 +212,7 @@ def calls() -> dict[str, Callable[[], Any]]:
                                            (5, 576, 1536, 960))
     }  # fmt: skip
     return products | {
+        "gate and product of 32 rows, 4096, float32": product("gate", 32, 4096, 14336, 6144, torch.float32),
         "rotate and attend, 1 token, 32:8 heads of 128": rotate_attend(32, 8, 128, 1, None),
         "rotate and attend, 5 tokens, 32:8 heads of 128, window, norms": rotate_attend(
             32, 8, 128, 5, 64, norm(128), norm(128)
