@@ -17,6 +17,7 @@ from selfspec.executors.cuda import rounds as module
 from selfspec.executors.cuda.rounds import RecordedRounds
 from selfspec.executors.eager import EagerExecutor
 from selfspec.kernels.suite import REFERENCE
+from tests.cuda.host_time import ROUNDS, measured
 from tests.cuda.standin import with_runner
 from tests.helpers import Always, audit_cache, decode, make_prompts, request, run, tokens_of
 from tests.models import build, tiny
@@ -115,6 +116,12 @@ def test_a_lookup_table_without_a_match_does_not_stop_the_run_ahead(launches, ex
     made, _ = recorded(Always(exit_layer, 2, num_rounds=99, lookups=table), requests(1, ends=False))
     assert not any(row.match_length for round_ in made.rounds for row in round_.rows)
     assert launches["all"] == len(made.rounds) and launches["ahead"] == launches["all"] - 1
+
+
+def test_all_but_the_first_round_of_a_plan_are_launched_ahead():
+    """Of the seven plans of 64 rounds whose host time is measured."""
+    _, _, recordings, ahead = measured(2, Always(1, 4, num_rounds=ROUNDS), {})
+    assert (recordings, ahead) == (1, "441 of 448")
 
 
 class Looking(Always):

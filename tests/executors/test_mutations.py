@@ -232,11 +232,11 @@ def temperatures_of_other_rows(self, rows, *more, honest=RoundInputs.fill):
     honest(self, [row._replace(temperature=one.temperature, seed=one.seed) for row, one in pairs], *more)
 
 
-def an_exit_too_early(self, given, honest=WholeRound._draft):
+def an_exit_too_early(self, *given, honest=WholeRound._draft):
     key = self.key
     self.key = key._replace(exit_layer=max(1, key.exit_layer - 1))
     try:
-        return honest(self, given)
+        return honest(self, *given)
     finally:
         self.key = key
 
