@@ -116,7 +116,7 @@ def _launch(
     (count, inputs), outputs = x.shape, out.shape[1]
     if count == 0 or outputs == 0:
         return
-    rows, parts = max(16, triton.next_power_of_2(count)), triton.cdiv(inputs, OUTPUTS)
+    rows, parts = max(16, triton.next_power_of_2(count)), triton.cdiv(inputs, OUTPUTS) if norm else 1
     levels, eps = (parts - 1).bit_length(), norm.eps if norm else 0.0
     size = inputs if size is None else size
     programs = triton.cdiv(outputs, OUTPUTS)
@@ -125,8 +125,7 @@ def _launch(
         x, squares, norm and norm.weight, weight, up, bias, hidden, out, sums,
         count, size, outputs, x.stride(0), weight.stride(0), parts, eps,
         ROWS=rows, OUTPUTS=OUTPUTS, INPUTS=INPUTS[x.element_size()], PARTS=1 << levels, LEVELS=levels,
-        SILU=activation == "silu",
-        UPCAST=triton.knobs.runtime.interpret, **options,
+        SILU=activation == "silu", UPCAST=triton.knobs.runtime.interpret, **options,
     )  # fmt: skip
 
 

@@ -70,16 +70,6 @@ def test_the_kernels_themselves_are_equal_to_the_views(family, dtype):
     assert layers_error(*skinny(family, dtype, triton_kernels(), num_hidden_layers=2)) <= 1
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("rounds_to_nearest", "sums_in_order")
-def test_the_kernels_themselves_give_a_row_the_same_bits_among_any_number_of_rows(monkeypatch):
-    """A layer of them; `tests/kernels` has more row counts."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    monkeypatch.setattr("selfspec.executors.cuda.skinny_body.COMPARED", (1, 33))
-    monkeypatch.setattr("selfspec.executors.cuda.skinny_body.NUM_NEW", 3)
-    assert differing_rows(*skinny("llama", torch.bfloat16, triton_kernels(), num_hidden_layers=1)) == ""
-
-
 def test_differing_bits_are_found():
     assert differing_rows(*skinny("llama", kernels=INVARIANT)) == ""
 
