@@ -108,7 +108,7 @@ class Adversary(Schedule):
     Args:
         most_rounds: of a plan.
         eager: how often a plan asks for what the eager executor alone has: alternatives and divergences.
-        simple: how often a plan asks for nothing that recorded rounds lack: stop rules, probes and the above.
+        simple: how often a plan asks for none of stop rules, probes and the above.
     """
 
     def __init__(

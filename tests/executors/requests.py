@@ -167,7 +167,7 @@ def programs(seed: int, kind: str = "", **options: Any) -> Adversary:
     """Random plans of up to 40 rounds, few of which ask for what the eager executor alone has.
 
     Args:
-        kind: where it is recorded, two thirds of the plans are such that recordings serve them.
+        kind: where it is recorded, two thirds of the plans are simple, since each shape of a round is recorded.
     """
     most, simple = random.Random(seed).choice([2, 6, 40]), 2 / 3 if kind in RECORDED else 0.0
     return Adversary(seed, 4, **{"most_rounds": most, "eager": 0.15, "longest": 9, "simple": simple, **options})

@@ -1,6 +1,6 @@
 """DSDE (arXiv 2509.01083): the draft length from the variance of the divergence between draft and target.
 
-Its plans keep divergences, so `selfspec.executors.eager` runs them.
+Its plans keep divergences: on CPU, `selfspec.executors.eager` runs them.
 """
 
 from __future__ import annotations
