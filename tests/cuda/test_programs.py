@@ -20,7 +20,7 @@ from selfspec.kernels.suite import REFERENCE
 from tests.cuda.host_time import ROUNDS, measured
 from tests.cuda.standin import with_runner
 from tests.helpers import Always, audit_cache, decode, make_prompts, request, run, tokens_of
-from tests.models import build, tiny
+from tests.models import build, some_heads, tiny
 from tests.target import Target
 
 SAMPLINGS = ({}, {"temperature": 0.9, "top_p": 0.9, "seed": 1}, {"temperature": 1.1, "seed": 2}, {})
@@ -254,6 +254,21 @@ def test_probes_and_divergences_of_recorded_rounds_are_those_of_eager_ones(polic
             assert mine.shadow.confidences == pytest.approx(wanted.shadow.confidences, abs=1e-4)
     assert any(row.shadow if policy.made.shadow else row.divergences for row in seen[1])
     assert target.split.runner.graphs.num_recorded <= num_recordings
+
+
+@pytest.mark.parametrize("own", [{}, {"logprobs": 1}], ids=["device", "host"])
+@pytest.mark.parametrize("plan", [Always(2, 3, num_rounds=5), Looking(2, 3)], ids=["exit", "lookup"])
+def test_exit_heads_read_the_final_states_that_rounds_leave(plan, own):
+    """The first token of a draft by the state of the round before, whichever round that was and whoever picked."""
+    prompts, found, heads = make_prompts([9, 17]), [], some_heads((2,))
+    for is_recorded in (False, True):
+        target = Target(build("llama"), backend="views", exit_heads=heads)
+        target = with_runner(target) if is_recorded else target
+        asked = [request(one, SamplingParams(max_tokens=15, seed=i, **own)) for i, one in enumerate(prompts)]
+        made = run(target, asked, plan, max_num_seqs=2, page_size=16, max_num_cached_tokens=128)
+        rounds = [[(row.drafted, row.token_ids) for row in one.rows if row.token_ids] for one in made.rounds]
+        found.append([one for one in rounds if one])
+    assert found[0] == found[1]
 
 
 # --------------------------------------------------------------------------------------------------------- mutations

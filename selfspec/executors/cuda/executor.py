@@ -15,6 +15,7 @@ from selfspec.executors.after_round import add_divergences, add_shadow_picks
 from selfspec.executors.base import Executor, RoundDraft, next_draft
 from selfspec.executors.cuda.rounds import SLOTS, RecordedRounds, RoundRow, RowResult
 from selfspec.executors.eager import EagerExecutor
+from selfspec.executors.final_states import before_each, keep_finals, states_of
 from selfspec.executors.masks import mask_of
 from selfspec.executors.penalties import Penalties
 from selfspec.kernels.layout import MOST_EOS
@@ -89,7 +90,9 @@ class CudaExecutor(Executor):
                 outputs = [_row_round(*pair) for pair in zip(rows, flight.rounds.take(), strict=True)]
                 seconds.lap("verify")
                 made = _output(flight.draft, outputs, seconds)
-                flight = flight if flight.rounds.num_in_flight else None
+                if not flight.rounds.num_in_flight:
+                    _keep_finals(outputs, flight.rounds.finals)
+                    flight = None
             latest = seconds.now() - start
             yield made
             if all(row.is_finished for row in rows):
@@ -114,6 +117,7 @@ class CudaExecutor(Executor):
             mask_of(rows[at], ())
         done = rounds.take()
         outputs = [*map(_row_round, rows, done)]
+        _keep_finals(outputs, rounds.finals)
         seconds.lap("verify")
         if states is not None:
             some, results = [rows[at] for at in on_host], [done[at] for at in on_host]
@@ -146,7 +150,10 @@ class CudaExecutor(Executor):
             by_row = self.split.logits(packed[-1], plan.exit_layer).split([len(one) + 1 for one in drafts])
             add_divergences(outputs, by_row, scores)
         if plan.shadow is not None:
-            add_shadow_picks(self.split, self.picker, plan.shadow, outputs, [packed[1:]], logits, penalties)
+            last = before_each(states_of(self.split, rows), packed[0], [len(one) + 1 for one in drafts])
+            add_shadow_picks(self.split, self.picker, plan.shadow, outputs, [packed[1:]], logits, penalties, last)
+        if self.split.exit_heads is not None:
+            keep_finals(outputs, packed[0], [len(one) + 1 for one in drafts])
         seconds.lap("pick" if plan.shadow is None else "shadow")
         return outputs
 
@@ -156,7 +163,7 @@ class CudaExecutor(Executor):
         assert runner is not None
         given = [[]] * len(rows) if draft.given is None else [one.token_ids for one in draft.given]
         round_rows = [_round_row(*one) for one in zip(rows, plan.draft_lengths, given, strict=True)]
-        return runner.begin(self.cache, round_rows, plan, draft.longest)
+        return runner.begin(self.cache, round_rows, plan, draft.longest, states_of(self.split, rows))
 
 
 class _Flight:
@@ -209,6 +216,14 @@ def _without_rows_that_need_vocabulary(rows: list[Sequence], draft: RoundDraft) 
     if any(lengths):
         return draft._replace(plan=replace(plan, draft_lengths=tuple(lengths)))
     return RoundDraft(Plan(None, tuple(lengths), shadow=plan.shadow))
+
+
+def _keep_finals(outputs: list[RowRound], finals: Tensor | None) -> None:
+    """Keep the rows' final states `[rows, hidden_size]` after a round, before its tokens are appended."""
+    for at, output in enumerate(outputs if finals is not None else ()):
+        row, count = output.sequence, len(output.token_ids)
+        if finals is not None and count:
+            row.final_state, row.final_at = finals[at], row.num_tokens + count - 2
 
 
 def _output(draft: RoundDraft, outputs: list[RowRound], seconds: StageSeconds) -> RoundOutput:

@@ -86,8 +86,17 @@ class RoundInputs:
     The rows are empty slots until they are filled. A round changes them into the rows of the next round.
     """
 
-    def __init__(self, key: RoundKey, cache: PagedCache, device: torch.device, part: HeldSubset | None = None) -> None:
+    def __init__(
+        self,
+        key: RoundKey,
+        cache: PagedCache,
+        device: torch.device,
+        part: HeldSubset | None = None,
+        finals: Tensor | None = None,
+    ) -> None:
         self.key, self.part, self.records = key, part, HostRecords(device)
+        self.finals = finals
+        """`[slots, hidden_size]`, final states of the tokens before the last ones; None: there are no exit heads."""
         self._tables: Sequence[Sequence[int]] = ()
         self.rows = torch.zeros((key.slots, GIVEN + key.width), dtype=torch.int64, device=device)
         self.pages = torch.zeros((key.slots, cache.pages_for(key.most_tokens)), dtype=torch.int32, device=device)
@@ -95,15 +104,15 @@ class RoundInputs:
     @property
     def num_bytes(self) -> int:
         """Bytes of device memory of the buffers."""
-        return sum(one.nbytes for one in (self.rows, self.pages))
+        return sum(one.nbytes for one in (self.rows, self.pages, self.finals) if one is not None)
 
     @property
     def shared(self) -> tuple[HeldSubset, ...]:
         """Buffers that other recordings read, too."""
         return () if self.part is None else (self.part,)
 
-    def fill(self, rows: Sequence[RoundRow]) -> None:
-        """Write a round into the buffers. Unused slots become empty.
+    def fill(self, rows: Sequence[RoundRow], finals: Tensor | None = None) -> None:
+        """Write a round into the buffers. Unused slots become empty. `finals`: those of the rows; None: zeros.
 
         Page tables are written where they are others than the last ones. They are compared without looking into those
         that are the same objects, so they must not be lists that are changed in place.
@@ -122,6 +131,11 @@ class RoundInputs:
             width = self.pages.shape[1]  # pages beyond it are left out
             upload(self.pages, [[*table[:width], *[0] * (width - len(table))] for table in tables])
             self._tables = tables
+        if self.finals is not None:
+            if finals is None:
+                self.finals.zero_()
+            else:
+                self.finals[: len(rows)] = finals
 
 
 def upload(buffer: Tensor, lines: Sequence[Sequence[int]]) -> None:
@@ -169,6 +183,10 @@ class WholeRound:
         eos = state[:, EOS:GIVEN]
         done = self.kernels.accept(tokens, picks, layout.starts, layout.counts, given.remaining, eos, key.width)
         self.kernels.advance(state, done.num_kept, done.ended, done.last)
+        finals = self.inputs.finals
+        if finals is not None:
+            place = (done.num_kept.long() - 1).clamp(min=0)[:, None, None].expand(-1, 1, finals.shape[1])
+            finals.copy_(last.unflatten(0, (-1, key.width)).gather(1, place)[:, 0])
         record = done.record
         if confidences:
             record = torch.cat((record, torch.stack(confidences, 1).view(torch.int32).long()), 1)
@@ -183,12 +201,15 @@ class WholeRound:
             tokens to verify, int64 `[slots * width]`; their hidden states `[slots * width, hidden_size]`, the last ones
             after the exit layer; and by draft step, confidences of the drafted tokens, fp32 `[slots]`.
         """
-        fed, states, confidences = list[Tensor](), list[list[Tensor]](), list[Tensor]()
+        fed, states, confidences, final = list[Tensor](), list[list[Tensor]](), list[Tensor](), self.inputs.finals
         for step in steps:
             fed.append(token)
             states.append(self._layers(step.layout, 0, self.key.exit_layer, token))
             if len(fed) < self.key.width:
-                token, confidence = self._pick_draft(step, states[-1][-1])
+                changed = self.split.through_heads(states[-1][-1][None], (self.key.exit_layer,), final)[0]
+                if final is not None:
+                    final = self.split.normed(changed)  # in place of the final state, which is not known
+                token, confidence = self._pick_draft(step, changed)
                 confidences.append(confidence)
         by_layer = [torch.stack(one, 1).flatten(0, 1) for one in zip(*states, strict=True)]
         return torch.stack(fed, 1).flatten(), by_layer, confidences
@@ -200,11 +221,11 @@ class WholeRound:
         return [*taps.values(), hidden]
 
     def _pick_draft(self, step: Step, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows' next tokens, int64 `[slots]`, and confidences, fp32 `[slots]`."""
+        """The rows' next tokens, int64 `[slots]`, and confidences, fp32 `[slots]`. `state`: after the exit's head."""
         part = self.inputs.part
         if part is None:
-            return self.kernels.pick(self.split.logits(state, self.key.exit_layer), step.sampling)
-        logits = self.split.subset_logits(state, self.key.exit_layer, part)
+            return self.kernels.pick(self.split.head_logits(state, True), step.sampling)
+        logits = self.split.subset_logits(state, None, part)
         return self.kernels.pick(logits, step.sampling, names=part.tokens)
 
 
@@ -358,6 +379,13 @@ class RecordedRounds:
                 return None
             some = torch.stack([states[layer] for layer in (0, *layers)])
             return some.unflatten(1, (-1, self._inputs.key.width))[:, tensor_of([*kept], some.device)]
+
+    @property
+    def finals(self) -> Tensor | None:
+        """A copy of the rows' final states after the round that was launched last, see `RoundInputs`."""
+        finals = self._inputs.finals
+        with self._lock:
+            return None if finals is None else finals[: self._num_rows].clone()
 
     @torch.inference_mode()
     def take(self) -> list[RowResult]:

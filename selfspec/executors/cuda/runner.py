@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
+from torch import Tensor
 
 from selfspec.control.costs import RoundLimits
 from selfspec.core import UNBOUNDED_ROUNDS, Plan
@@ -38,6 +39,7 @@ from selfspec.executors.cuda.rounds import (
 from selfspec.executors.cuda.self_check import round_problem
 from selfspec.kernels.suite import Kernels, has_triton, triton_kernels
 from selfspec.model.draft_vocabulary import HeldSubset
+from selfspec.model.fingerprint import hidden_size_of
 from selfspec.model.kv_cache import PagedCache
 from selfspec.model.quantized import is_dense
 from selfspec.model.self_check import TOLERANCE, split_error
@@ -229,13 +231,24 @@ class Runner:
             self.graphs.forget(lambda key: True)
 
         def prepare() -> tuple[RoundInputs, WholeRound]:
-            inputs = RoundInputs(whole, storage.cache, self.split.device, part)
+            finals = None
+            if self._heads is not None:
+                size = whole.slots, hidden_size_of(self.split)
+                finals = torch.zeros(size, dtype=self.split.hidden_dtype, device=self.split.device)
+            inputs = RoundInputs(whole, storage.cache, self.split.device, part, finals)
             return inputs, WholeRound(self.split, storage.cache, self.kernels, inputs)
 
         return (storage, whole), prepare
 
     @torch.inference_mode()
-    def begin(self, cache: PagedCache, rows: Sequence[RoundRow], plan: Plan, longest: int = 0) -> RecordedRounds | None:
+    def begin(
+        self,
+        cache: PagedCache,
+        rows: Sequence[RoundRow],
+        plan: Plan,
+        longest: int = 0,
+        finals: Tensor | None = None,
+    ) -> RecordedRounds | None:
         """Prepare rounds of a batch, of which none is launched; None if they cannot be run from a recording.
 
         Drafts that are longer than `limits` allows are cut.
@@ -244,6 +257,7 @@ class Runner:
             plan: which layers draft (0 or None: all layers verify the rows' given drafts, which may be empty). Its
                 draft lengths and stop rules are not read.
             longest: maximum number of drafted tokens of a row in these and later rounds, which then share a recording.
+            finals: the rows' final states, see `executors.final_states.states_of`.
         """
         storage = self.storages.of(cache)
         if storage is None or self.refused is not None:
@@ -258,7 +272,7 @@ class Runner:
                 return None
             longest = key.width - 1
             rows = [row._replace(drafts=min(row.drafts, longest), given=row.given[:longest]) for row in rows]
-            made.inputs.fill(rows)
+            made.inputs.fill(rows, finals)
         left = key.most_tokens - most
         fitting = UNBOUNDED_ROUNDS if key.most_tokens == storage.cache.capacity else left // key.width
         return RecordedRounds(
