@@ -53,8 +53,7 @@ class Choice:
 
     def take(self) -> Choice:
         """What came since the last time, as an object of its own."""
-        facts = self.finish_reason, self.stop_reason, self.stats, self.is_new, self.all_token_ids, self.num_read
-        taken = Choice(self.index, self.text, self.token_ids, self.logprobs, *facts)
+        taken = replace(self)
         self.num_read = self.num_tokens
         self.text, self.token_ids, self.logprobs, self.is_new = "", [], None, False
         return taken

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from contextlib import contextmanager
@@ -123,6 +124,23 @@ def test_a_large_body_and_a_wrong_key_go_no_further():
         assert told.status_code == 413 and not seen
     with asked("/v1/completions", api_key="k") as (told, seen):
         assert told.status_code == 401 and not seen
+
+
+def test_half_a_body_of_a_client_that_leaves_is_passed_on_to_nobody():
+    received = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+    scope, sent = {"type": "http", "path": "/", "method": "POST", "headers": [], "query_string": b""}, []
+
+    async def scene():
+        async def receive():
+            return next(received)
+
+        async def send(message):
+            sent.append(message)
+
+        await front.Front("http://127.0.0.1:1", bytes)(scope, receive, send)
+
+    asyncio.run(scene())
+    assert not sent
 
 
 def test_metrics_are_those_of_every_replica():
