@@ -18,7 +18,7 @@ from selfspec.model.fingerprint import hidden_size_of
 from selfspec.model.split_model import SplitModel
 
 BATCH = 512  # positions of a step
-LR, WEIGHT_DECAY, WARM_UP, MOST_GRADIENT = 1e-3, 0.01, 50, 1.0  # of AdamW; steps of warm-up; norm of gradients
+LR, WEIGHT_DECAY, WARM_UP, MOST_GRADIENT = 1e-3, 0.01, 10, 1.0  # of AdamW; steps of warm-up; norm of gradients
 KL_SHARE = 0.3  # of the training, the first part, with the loss KL
 
 
