@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 from contextlib import suppress
@@ -32,13 +31,6 @@ class LargePageAllocator:
             self._chunk = _chunk(max(CHUNK, 4 * padded))
         made, self._chunk = self._chunk[:count], self._chunk[padded:]
         return made.view(dtype)[: torch.Size(shape).numel()].view(shape)
-
-
-def trim_memory() -> None:
-    """Give memory that was freed back to the system, which C libraries may keep for later."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None  # of glibc
-    if trim is not None:
-        trim(0)
 
 
 def _chunk(size: int) -> Tensor:

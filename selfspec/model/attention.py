@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from selfspec.model.kv_cache import PackedRows
 from selfspec.model.row_groups import SHORT, Group, plan_groups
@@ -96,6 +95,8 @@ def _attend_long(
     There is no mask tensor, which torch's flash and cuDNN kernels refuse. The keys of a row without cached tokens are
     not read back from its pages.
     """
+    from torch.nn.attention.bias import causal_lower_right  # it imports torch._dynamo, which takes a second
+
     n = queries.shape[1]
     if rows.new is not None and group.limit == n:
         k, v = ((one if group.gather is None else one[:, group.gather])[None] for one in rows.new)

@@ -35,6 +35,12 @@ class Blocks(NamedTuple):
         """The rows of some outputs, int64 `[n]`."""
         return self._replace(rows=outputs if self.rows is None else self.rows[outputs])
 
+    def part(self, first: int, stop: int) -> Blocks:
+        """The rows [first, stop); those in the file's order are not copied."""
+        if self.rows is None:
+            return self._replace(data=self.data[first:stop])
+        return self._replace(rows=self.rows[first:stop])
+
     @property
     def is_packable(self) -> bool:
         """Whether compiled products read blocks of this type."""
@@ -60,10 +66,12 @@ class Blocks(NamedTuple):
         if self.source is not None:
             self.source.check()
         count, width = self.shape
-        made, step = torch.empty(count, width), max(1, CHUNK // width)
+        step = max(1, CHUNK // width)
+        if count <= step:
+            return dequantized(self.data if self.rows is None else self.data[self.rows], self.type)
+        made = torch.empty(count, width)
         for first in range(0, count, step):
-            picked = slice(first, first + step) if self.rows is None else self.rows[first : first + step]
-            made[first : first + step] = dequantized(self.data[picked], self.type)
+            made[first : first + step] = self.part(first, first + step).dequantized()
         return made
 
 
@@ -172,8 +180,8 @@ def _linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
     if weight.held is not None or count <= step or x.requires_grad:
         return F.linear(x, weight.dequantize(), bias)
     made = x.new_empty(*x.shape[:-1], count)
-    for rows in torch.arange(count).split(step):
-        made[..., rows[0] : rows[-1] + 1] = F.linear(x, weight.select(rows).dequantize())
+    for first in range(0, count, step):
+        made[..., first : first + step] = F.linear(x, weight.blocks.part(first, first + step).dequantized())
     return made if bias is None else made + bias
 
 
