@@ -1,8 +1,9 @@
 """`Times`: seconds of the rounds of one batch size in one range of context lengths, by what they draft.
 
-A round that has run counts with the decayed mean of what it took. Seconds of rounds that draft are kept relative to
-plain rounds of the same minute, so that a machine that becomes slower for all rounds changes no choice. A round that
-has not run counts with its calibrated time (`Costs`), in proportion to the measured times of rounds like it.
+A round that has run counts with the decayed mean of what it took, of the half-life `OVERALL`. Seconds of rounds that
+draft are kept relative to plain rounds of the same minute, so that a machine that becomes slower for all rounds changes
+no choice. A round that has not run counts with its calibrated time (`Costs`), in proportion to the measured times of
+rounds like it.
 """
 
 from __future__ import annotations
@@ -12,19 +13,15 @@ from collections import deque
 
 import numpy as np
 
-from selfspec.control.acceptance import Decayed, Floats, TokenClock
+from selfspec.control.acceptance import OVERALL, Decayed, Floats, TokenClock
 from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.drafters import MOST, MOST_FOUND, Drafter
 from selfspec.core import LOOKUP
 
-# Plain rounds whose times are kept. The first rounds after a prompt, and those that other processes delay, take longer.
-PLAIN_READINGS = 16
+# Plain rounds whose times are kept; their lower quartile counts. The first rounds after a prompt, and those that other
+# processes delay, take longer. A machine that became faster is noticed after 3 rounds, one that became slower after 6.
+PLAIN_READINGS = 8
 PLAIN_WINDOWS = 2.0  # windows of the ledger after which plain rounds are measured again
-FASTER, SLOWER = (
-    (2, 0.9),
-    (4, 1.1),
-)  # so many readings in turn below, or above, this share of the time replace all others
-HALF_LIFE = 1024.0  # of readings of other rounds, in emitted tokens per row
 CALIBRATED = 1.0  # readings that a calibrated time counts as
 LOOKUP_EDGES = (1, 2, 3, 4, 5, 6, 8, 12, 18, 32, 64, 96, 128, 192)  # least drafted tokens of all rows, by bin
 LOOKUP_GRID = (0, 1, 2, 3, 4, 5, 7, 11, 17, 31, 63)  # drafted tokens per row at which calibrated times are computed
@@ -52,7 +49,7 @@ class Times:
         self._plain: deque[float] = deque(maxlen=PLAIN_READINGS)
         self.measured_plain: float | None = None
         self.plain_at = 0.0
-        self._lookups = Decayed((2, len(LOOKUP_EDGES)), HALF_LIFE, clock)
+        self._lookups = Decayed((2, len(LOOKUP_EDGES)), OVERALL, clock)
         self._drafts: dict[tuple[int | None, int | None], Decayed] = {}  # by drafter
         self._grids: dict[tuple[float, bool], Floats] = {}
         self._context = -1.0
@@ -73,17 +70,10 @@ class Times:
         return self.measured_plain or self._calibrated_plain
 
     def add_plain(self, seconds: float) -> None:
-        """Count a plain round. A machine that has become faster or slower is noticed after a few of them."""
-        if not seconds > 0:
-            return
-        usual = self.measured_plain
-        self._plain.append(seconds)
-        for (count, share), sign in ((FASTER, 1), (SLOWER, -1)):
-            last = [*self._plain][-count:]
-            if usual is not None and len(last) == count and all(sign * (one - share * usual) < 0 for one in last):
-                self._plain = deque(last, PLAIN_READINGS)
-                break
-        self.measured_plain = sorted(self._plain)[len(self._plain) // 4]
+        """Count a plain round."""
+        if seconds > 0:
+            self._plain.append(seconds)
+            self.measured_plain = sorted(self._plain)[len(self._plain) // 4]
 
     def add_lookup(self, num_drafted: int, seconds: float) -> None:
         """Count a round by lookup; `num_drafted`: tokens of all rows."""
@@ -99,7 +89,7 @@ class Times:
         """
         kept = self._drafts.get(drafter)
         if kept is None:
-            kept = self._drafts[drafter] = Decayed((2, self._costs.num_layers - 1, MOST + 1), HALF_LIFE, self._clock)
+            kept = self._drafts[drafter] = Decayed((2, self._costs.num_layers - 1, MOST + 1), OVERALL, self._clock)
         self._add(kept, (exit_layer - 1) * (MOST + 1) + min(length, MOST), seconds)
 
     def _add(self, kept: Decayed, cell: int, seconds: float) -> None:
