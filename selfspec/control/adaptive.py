@@ -108,6 +108,7 @@ class Adaptive(Policy):
         self._decision_seconds = 0.0  # moving average of the policy's own time in a step with a decision
         self._decided_for = 0, False  # rows, and whether any has processors, of the last decision about layers
         self._decided_at = math.inf  # seconds of a plain round then
+        self._settled_to = math.inf  # the ledger's balance above which the last decision may change
         self._is_evidence_new = True  # whether layers were judged since the last decision about them
         self._has_decided = False  # whether the last plan came with a decision
 
@@ -251,6 +252,7 @@ class Adaptive(Policy):
         self.ledger = self.ledger._replace(plain_seconds=plain).entered(0.0)
         is_settled = self.decision.exit_layer is None and not self._is_evidence_new
         is_settled &= self._decided_for == (count, self._has_processors)
+        is_settled &= self.ledger.balance <= self._settled_to
         if self._layers and not (is_settled and abs(plain / self._decided_at - 1) < CHANGED):
             self._is_evidence_new, self._decided_for, self._decided_at = False, (count, self._has_processors), plain
             right, share = self.tracker.estimates()
@@ -263,11 +265,13 @@ class Adaptive(Policy):
                 if self.decision.drafter.draft_vocab is None:
                     break
             self._could_pay = candidates.could_pay(self._layers, self.decision.usual)
+            self._settled_to = self.ledger.balance if candidates.has_refused else math.inf
         else:
             self.decision = self.decision._replace(usual=count / plain)
-        self._set_lookups(rows, times, plain + max(self.ledger.balance, self.ledger.most / 4))
-        self._rows = self._in_ledger  # last, so that an interrupted decision is made again
         self._set_layers_price(plain)
+        usual = self.decision.usual if self.ledger.covers_layers else count / plain
+        self._set_lookups(rows, times, plain + max(self.ledger.balance, self.ledger.most / 4), usual)
+        self._rows = self._in_ledger  # last, so that an interrupted decision is made again
         self._probed = tuple([layer for layer in self._could_pay if layer != self.decision.exit_layer])
         if before != self.decision.exit_layer:
             self._probe_interval = PROBE_EVERY[0]
@@ -297,7 +301,7 @@ class Adaptive(Policy):
             price = decision.rounds[min(decision.most, self._most)] - plain
         self.ledger = self.ledger._replace(layers_price=price)
 
-    def _set_lookups(self, rows: list[Sequence], times: Times, affordable: float) -> None:
+    def _set_lookups(self, rows: list[Sequence], times: Times, affordable: float, usual: float) -> None:
         """Choose draft lengths by match length, and set what these rounds lose if nothing is accepted."""
         self._lookups, prices = None, (0.0,)
         if self._looks_up:
@@ -308,7 +312,7 @@ class Adaptive(Policy):
             self._ngrams.keep_rows([row.seq_id for row in rows])
             seconds, longest = times.lookups(), self.costs.recorded_length(len(rows))
             most = min(self._most_found, int(np.count_nonzero(seconds <= affordable)) - 1)
-            self._lookups = table(rates, seconds, self.decision.usual, most if longest is None else min(most, longest))
+            self._lookups = table(rates, seconds, usual, most if longest is None else min(most, longest))
             if self._lookups is not None:
                 prices = tuple((seconds - seconds[0]).tolist())
         self.ledger = self.ledger._replace(lookup_prices=prices)

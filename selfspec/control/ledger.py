@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 SHARE = 0.0085
 """The share of decoding time that drafting may lose. Decisions take up to .003 of it in addition."""
-LEAST_STAKE = 0.15
+LEAST_STAKE = 0.2
 """A round that layers draft may be chosen if it can lose no more than this share of the largest balance."""
 OVERRUN = 1.25
 """A single round that drafts is charged with at most so many times its expected time: what delays it delays plain

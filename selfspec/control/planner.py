@@ -95,6 +95,7 @@ class Candidates:
         stakes: of the last `rates`, the same shape: what a round may lose, in seconds. It is the share of the ledger's
             balance by which it grows fastest in the long run (Kelly, 1956): the expected gain over the largest one. So
             a few rejected drafts do not end those that pay in the mean.
+        has_refused: of the last `rates`, whether a stake refused rounds that are expected to be faster than plain ones.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Candidates:
         if not self.stops_early:
             self._is_allowed &= np.isin(_LENGTHS, recorded_lengths(self.longest, most))
         self.stakes: Floats = np.empty(0)
+        self.has_refused = False
         self._ledger = ledger
         self.seconds = np.array([times.drafts(drafter) for drafter in drafters])
         """`[drafters, L - 1, MOST + 1]`: seconds of rounds in which every row drafts 0, 1, .., `MOST` tokens."""
@@ -167,7 +169,9 @@ class Candidates:
         gains = kept - rounds / self.plain_seconds
         shares = np.minimum(np.maximum(gains, 0) / np.maximum(most - 1 - prices, 1e-9), 1)
         self.stakes = np.maximum(shares * self._ledger.balance, self._ledger.least_stake)
-        return np.where(self.plain_seconds * prices <= self.stakes, rates, 0.0)
+        is_covered = self.plain_seconds * prices <= self.stakes
+        self.has_refused = bool((rates > np.where(is_covered, math.inf, self.num_rows / self.plain_seconds)).any())
+        return np.where(is_covered, rates, 0.0)
 
     def limits(self) -> Floats:
         """Upper bounds of the tokens per second of all rows, `[L - 1]`: with an acceptance rate of 1."""

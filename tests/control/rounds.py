@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from selfspec.control.acceptance import TokenClock
+from selfspec.control.acceptance import TokenClock, Tracker
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Copies, Costs, Table
 from selfspec.control.plan import NUM_LOOKUP_BINS, confidence_bin, table_of
@@ -192,6 +192,15 @@ def play(policy, costs, num_rounds, right=lambda plan, n: n, slower=lambda plan:
                 break
         policy.observe(plan, rounds)
     return done
+
+
+def good_layers(rate=0.9):
+    """A prior in which layer 2 is right so often, and others hardly ever."""
+    tracker = Tracker(LAYERS)
+    for i in range(60):
+        for layer in range(1, LAYERS):
+            tracker.add(layer, [layer == 2 and i % 10 < 10 * rate], [0.9])
+    return tracker.state()
 
 
 class Text(NamedTuple):

@@ -14,6 +14,7 @@ from selfspec.core import DRAFTERS, ShadowPicks
 from tests.control.rounds import (
     LAYERS,
     even_costs,
+    good_layers,
     play,
     row_round,
     sequence,
@@ -37,15 +38,6 @@ class Text:
 
     def coverage(self, size):
         return self.covered.get(size, 0.0)
-
-
-def good_layers(rate=0.9):
-    """A prior in which layer 2 is right so often, and others hardly ever."""
-    tracker = Tracker(LAYERS)
-    for i in range(60):
-        for layer in range(1, LAYERS):
-            tracker.add(layer, [layer == 2 and i % 10 < 10 * rate], [0.9])
-    return tracker.state()
 
 
 def planned(head, text, **kinds):

@@ -11,9 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfspec.control.adaptive import Adaptive
+from selfspec.control.costs import Table
 from selfspec.control.ledger import ROUNDS, SECONDS, SHARE, Ledger
 from selfspec.core import LOOKUP, Plan, RoundOutput, StageSeconds
-from tests.control.rounds import Match, Tally, even_costs, on_slower_machine, play, row_round, sequence, times_of
+from tests.control.rounds import (
+    Match,
+    Tally,
+    even_costs,
+    good_layers,
+    on_slower_machine,
+    play,
+    row_round,
+    sequence,
+    times_of,
+)
 from tests.helpers import Always
 
 
@@ -61,6 +72,17 @@ def test_a_machine_that_becomes_faster_goes_on_drafting():
     policy.ledger = policy.ledger._replace(balance=-policy.ledger.most)
     rounds = play(policy, costs, 6000)[4000:]
     assert sum(one.exit_layer is not None for one in rounds) > 1500
+
+
+@pytest.mark.parametrize("factor", [8.0, 30.0])
+def test_layers_that_the_ledger_refused_draft_once_the_balance_has_grown(factor):
+    costs = on_slower_machine(even_costs(), factor)
+    costs = replace(costs, shadow_picks=Table.of({1: 100.0}))  # no probe is covered, so nothing else becomes known
+    policy = Adaptive(costs, good_layers(), drafters=["exit"])
+    policy.ledger = policy.ledger._replace(balance=-policy.ledger.most)
+    rounds = play(policy, costs, 1200, most=1)
+    assert all(one.exit_layer is None for one in rounds[:50])
+    assert sum(one.exit_layer is not None for one in rounds[1000:]) > 150
 
 
 def test_what_several_rounds_take_too_long_is_charged_after_the_first():
