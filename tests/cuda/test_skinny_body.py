@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from selfspec import SamplingParams
 from selfspec.calibrate.profile import costs_key
+from selfspec.executors.cuda import body_choice
 from selfspec.executors.cuda import runner as runners
 from selfspec.executors.cuda.body_choice import MAX_ROUNDINGS, TIMED, layers_error
 from selfspec.executors.cuda.fused_body import FusedBody
@@ -180,7 +181,8 @@ def installed(monkeypatch, tmp_path, caplog):
     def open_one(*seconds, kernels=INVARIANT, owned=True):
         times = iter((2e-3, 1e-3, *(one for pair in seconds for one in pair)))
 
-        def measure(*given):
+        def measure(recording, device):
+            open_one.fives.append(any(one.startswith("rotate_attend") for one in recording.kernels))
             timed.append(next(times))
             return timed[-1]
 
@@ -189,6 +191,7 @@ def installed(monkeypatch, tmp_path, caplog):
         with caplog.at_level(logging.INFO, "selfspec"):
             return Target(build("llama"), backend="views", owned=owned), len(timed)
 
+    open_one.fives = list[bool]()  # whether what was timed takes five launches
     return open_one
 
 
@@ -199,6 +202,9 @@ def installed(monkeypatch, tmp_path, caplog):
 def test_five_launches_are_used_for_as_many_rows_as_they_are_faster(installed, seconds, most, caplog):
     assert len(TIMED) == 4
     target, timed = installed(*seconds)
+    assert installed.fives == [False, False, *[False, True] * len(seconds)], (
+        "the views, ten launches, then both in turn"
+    )
     for one in (target, installed()[0]):  # the second time without timing
         body = one.split.recorded
         assert type(body) is (SkinnyBody if most else FusedBody)
@@ -207,6 +213,15 @@ def test_five_launches_are_used_for_as_many_rows_as_they_are_faster(installed, s
         assert costs_key(one.split)["recorded"] == told, "costs are those of what runs"
     assert installed()[1] == timed == 2 + 2 * len(seconds)
     assert ("five launches in calls of at most" in caplog.text) == (most > 0)
+
+
+def test_timed_rows_take_the_memory_of_one(monkeypatch):
+    made = list[PagedCache]()
+    monkeypatch.setattr(body_choice, "PagedCache", lambda *given: made.append(PagedCache(*given)) or made[-1])
+    split = SplitModel(build("llama"))
+    runner = runner_of(split)
+    body_choice._token_seconds(split, runner, lambda *given: 0.0, 64)
+    assert [one.capacity for one in made] == [128] and not runner.storages._all, "of the model's 128 tokens"
 
 
 def test_five_launches_that_are_wrong_here_are_not_used(installed, caplog):

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec.executors.cuda.capture import Recording
+from selfspec.executors.cuda.capture import CAPTURING, Recording
 from selfspec.executors.cuda.device_work import fastest
 from selfspec.executors.cuda.fused_body import FusedBody
 from selfspec.executors.cuda.packed_linear import Packing
-from selfspec.executors.cuda.rounds import StaticRows, token_capacity
+from selfspec.executors.cuda.rounds import LEAST_HELD, StaticRows
 from selfspec.executors.cuda.skinny_body import SkinnyBody, differing_rows, unserved
 from selfspec.kernels.checks import SKINNY_ROWS
 from selfspec.kernels.layout import padded
@@ -38,7 +38,7 @@ CALLS = (  # two ragged rows, then what follows them
     (Span([2, 0], 7, 1), Span([1, 3], 14, 5)),
 )
 PLACES = 24  # more than the calls have tokens
-CONTEXT = 64  # tokens before the one that is measured
+CONTEXT = 1000  # tokens before the one that is measured
 TIMED = (1, 16, 32, SKINNY_ROWS)  # rows with a token each, by which five launches are compared with ten
 REPEATS, REPLAYS = 3, 10  # measurements, and replays in each
 
@@ -47,7 +47,7 @@ class BodyChoice(NamedTuple):
     """What runs the layers in recordings of a model that passed the self-check; it can be kept and used again."""
 
     packing: Packing | None  # how the weights of fused layers are packed; None: the model's own modules run
-    skinny_rows: int  # the most tokens of a call whose layers take five launches; 0: none
+    most_rows: int  # the most tokens of a call whose layers take five launches; 0: none
 
 
 def choose_body(
@@ -119,7 +119,9 @@ def _skinny_rows(
             told = f"tokens of {rows} rows take {1e3 * own:.3g} ms, {1e3 * ten:.3g} ms with ten launches"
             if own >= ten:
                 break
-            most = five.most_rows = rows
+            most = rows  # while it is timed, `five` takes as many as its kernels do
+        if most:
+            five.most_rows = most
         runner.graphs.forget(lambda key: True)
         reason = reason or ("" if most else told) or problem_of() or runner.refused or ""
     except Exception as problem:  # compilers and drivers raise exceptions of any type
@@ -140,7 +142,7 @@ def apply_choice(split: Any, runner: Any, owned: bool, choice: BodyChoice) -> bo
     if split.llama is None or packing_of(split.llama, owned) != choice.packing:
         return False
     body = fused_body(split, runner, choice.packing)
-    split.recorded = SkinnyBody(body, choice.skinny_rows) if choice.skinny_rows else body
+    split.recorded = SkinnyBody(body, choice.most_rows) if choice.most_rows else body
     return True
 
 
@@ -148,7 +150,8 @@ def fused_body(split: Any, runner: Any, packing: Packing) -> FusedBody:
     """Fused layers of a split model."""
     body = FusedBody(split.llama, runner.kernels, packing)
     if packing == "share" and split.device.type == "cuda":
-        torch.cuda.empty_cache()  # else torch keeps the memory in which the weights were before
+        with CAPTURING:
+            torch.cuda.empty_cache()  # else torch keeps the memory in which the weights were before
     return body
 
 
@@ -210,12 +213,16 @@ def _excess(got: Tensor, wanted: Tensor, change: Tensor) -> Tensor:
 
 
 def _token_seconds(split: Any, runner: Any, measure: Measure, rows: int = 1) -> float:
-    """The seconds of a plain token of each row, from a recording of all layers and the head as they are run now."""
-    cache = runner.new_cache(rows, 2 * CONTEXT)
+    """The seconds of a plain token of each row, from a recording of all layers and the head as they are run now.
+
+    Rows share the pages of one: 64 rows of their own would take gigabytes. So a device may read them from its cache.
+    """
+    held = min(LEAST_HELD, split.context_limit)
+    context = min(CONTEXT, held - 1)
+    pages = range(context // PAGE + 1)
+    cache = PagedCache(len(pages), PAGE, split.num_layers)
     token = torch.zeros(rows, dtype=torch.int64, device=split.device)
-    spans = [Span([row], CONTEXT, 1) for row in range(rows)]
-    layout = layout_of(PackedRows(cache, spans, split.device))
-    layout = layout._replace(most_tokens=token_capacity(CONTEXT, cache.capacity))
+    layout = layout_of(PackedRows(cache, [Span(pages, context, 1)] * rows, split.device))._replace(most_tokens=held)
 
     def body() -> tuple[Tensor, ...]:
         return (split.logits(split.run(StaticRows(cache, layout, runner.kernels), 0, split.num_layers, token)),)
