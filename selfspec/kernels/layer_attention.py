@@ -16,11 +16,10 @@ from torch import Tensor
 
 from selfspec.kernels.attention_splits import tile_splits, tiling_of
 from selfspec.kernels.checks import check_rotate_attend
-from selfspec.kernels.layout import SPLIT, Layout, Norm
+from selfspec.kernels.layout import LEAST_TILE, SPLIT, Layout, Norm
 from selfspec.kernels.paged_attention import _over_pages, _zero_padding
 from selfspec.kernels.skinny_products import _tree_sum
 
-LEAST_TILE = 16  # rows of a tile of queries: the fewest that tensor cores take
 NEW = 16  # new tokens that are rotated at once
 
 

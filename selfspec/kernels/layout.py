@@ -7,7 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SPLIT = 256  # tokens of a split of attention in one launch, see `layer_attention`
+# Tokens of a split of attention of constant size. Short ones let a single row use more of the device, but each takes
+# 4 * head_dim + 8 bytes for every new token and head.
+SPLIT = 256
+LEAST_TILE = 16  # rows of a tile of queries: the fewest that tensor cores take
 
 
 class Norm(NamedTuple):

@@ -98,7 +98,7 @@ def squares_of(hidden: Tensor) -> Tensor:
     """Sums of the squares of every 32 numbers of each row, float32 `[N, ceil(size / 32)]`, for rows `[N, size]`."""
     check_squares(hidden)
     squares = _empty_squares(hidden)
-    _launch(hidden, hidden, hidden.new_empty(hidden.shape), hidden=hidden, sums=squares, size=0)
+    _launch(hidden, hidden, None, hidden=hidden, sums=squares, size=0)
     return squares
 
 
@@ -107,13 +107,13 @@ def _empty_squares(hidden: Tensor) -> Tensor:
 
 
 def _launch(
-    x: Tensor, weight: Tensor, out: Tensor, *,
+    x: Tensor, weight: Tensor, out: Tensor | None, *,
     squares: Tensor | None = None, norm: Norm | None = None, up: Tensor | None = None, bias: Tensor | None = None,
     hidden: Tensor | None = None, sums: Tensor | None = None, activation: str = "", size: int | None = None,
 ) -> None:  # fmt: skip
-    """One launch. `size`: inputs of the product, where they are not those of `x`; with 0, `x` and `weight` are not
-    read."""
-    (count, inputs), outputs = x.shape, out.shape[1]
+    """One launch. `out`: None where only `sums` are stored. `size`: inputs of the product, where they are not those of
+    `x`; with 0, `x` and `weight` are not read."""
+    (count, inputs), outputs = x.shape, (weight if out is None else out).shape[1]
     if count == 0 or outputs == 0:
         return
     rows, parts = max(16, triton.next_power_of_2(count)), triton.cdiv(inputs, OUTPUTS) if norm else 1
@@ -150,7 +150,7 @@ def _product(
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PARTS: tl.constexpr, LEVELS: tl.constexpr,
     SILU: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    kind = out_ptr.dtype.element_ty
+    kind = x_ptr.dtype.element_ty
     block = tl.program_id(0)
     row, place, at = tl.arange(0, ROWS), tl.arange(0, OUTPUTS), tl.arange(0, INPUTS)
     own = block * OUTPUTS + place
@@ -194,7 +194,8 @@ def _product(
     if hidden_ptr is not None:
         result += tl.load(hidden_ptr + line, mask=mask, other=0.0).to(tl.float32)
     result = result.to(kind)
-    tl.store(out_ptr + line, result, mask=mask)
+    if out_ptr is not None:
+        tl.store(out_ptr + line, result, mask=mask)
     if sums_ptr is not None:
         high = tl.where(mask, result.to(tl.float32), 0.0)
         sums = _tree_sum(high * high, ROWS, OUTPUTS, 5)

@@ -17,6 +17,7 @@ from selfspec.executors.cuda.body_choice import MAX_ROUNDINGS, TIMED, layers_err
 from selfspec.executors.cuda.fused_body import FusedBody
 from selfspec.executors.cuda.rounds import RoundInputs, RoundKey, RoundRow, StaticRows, WholeRound
 from selfspec.executors.cuda.skinny_body import SkinnyBody, differing_rows, unserved
+from selfspec.kernels.layout import SPLIT
 from selfspec.kernels.suite import REFERENCE, triton_kernels
 from selfspec.loading import target as targets
 from selfspec.model.kv_cache import PagedCache
@@ -84,6 +85,19 @@ def test_differing_bits_are_found():
     assert found == "a row has other bits among 1 rows than among 64"
     found = differing_rows(*skinny("llama", kernels=INVARIANT._replace(rotate_attend=careless)))
     assert found == "5 tokens of a row have other bits than one by one"
+
+
+def test_the_checks_combine_splits_of_attention():
+    def differs_late(qkv, keys, values, layout, *rest):
+        out = INVARIANT.rotate_attend(qkv, keys, values, layout, *rest)
+        return out * (1 + 1e-6 * (layout.most_tokens > SPLIT) * (len(qkv) < 64))
+
+    def misses_a_split(qkv, keys, values, layout, *rest):
+        return INVARIANT.rotate_attend(qkv, keys, values, layout, *rest) * (1 + (layout.most_tokens > SPLIT))
+
+    body = skinny("llama", kernels=INVARIANT._replace(rotate_attend=differs_late))
+    assert differing_rows(*body) == "a row has other bits among 1 rows than among 64"
+    assert layers_error(*skinny("llama", kernels=INVARIANT._replace(rotate_attend=misses_a_split))) > MAX_ROUNDINGS
 
 
 @pytest.mark.parametrize("family", ["gemma", "gemma3_text"])

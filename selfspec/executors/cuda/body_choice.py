@@ -19,9 +19,9 @@ from selfspec.executors.cuda.device_work import fastest
 from selfspec.executors.cuda.fused_body import FusedBody
 from selfspec.executors.cuda.packed_linear import Packing
 from selfspec.executors.cuda.rounds import LEAST_HELD, StaticRows
-from selfspec.executors.cuda.skinny_body import SkinnyBody, differing_rows, unserved
+from selfspec.executors.cuda.skinny_body import SkinnyBody, differing_rows, fill_randomly, unserved
 from selfspec.kernels.checks import SKINNY_ROWS
-from selfspec.kernels.layout import padded
+from selfspec.kernels.layout import SPLIT, padded
 from selfspec.model.attention_backends import layout_of
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.llama_weights import LlamaWeights
@@ -37,6 +37,8 @@ CALLS = (  # two ragged rows, then what follows them
     (Span([2, 0], 0, 7), Span([1, 3], 0, 14)),
     (Span([2, 0], 7, 1), Span([1, 3], 14, 5)),
 )
+PAGES = range(SPLIT // PAGE + 1)
+LATE = (Span(PAGES, SPLIT - 2, 5),)  # after random keys and values; attention combines splits
 PLACES = 24  # more than the calls have tokens
 CONTEXT = 1000  # tokens before the one that is measured
 TIMED = (1, 16, 32, SKINNY_ROWS)  # rows with a token each, by which five launches are compared with ten
@@ -168,14 +170,17 @@ def packing_of(weights: LlamaWeights, owned: bool) -> Packing:
 def layers_error(split: Any, body: FusedBody) -> float:
     """How far the hidden states of fused layers are from the views', in roundings; `MAX_ROUNDINGS` are allowed.
 
-    Ragged rows, padding, and rows that go on. Each layer starts from the views' hidden states, scaled down to
-    about the norm of what the layer adds: the rounding of a larger hidden state would hide it. Of a difference, one
-    rounding of the hidden state itself is left out; the rest is relative, in norm, to what the layer adds.
+    Ragged rows, padding, rows that go on, and one of more than a split of attention. Each layer starts from the views'
+    hidden states, scaled down to about the norm of what the layer adds: the rounding of a larger hidden state would
+    hide it. Of a difference, one rounding of the hidden state itself is left out; the rest is relative, in norm, to
+    what the layer adds.
     """
-    caches = [PagedCache(4, PAGE) for _ in range(3)]
+    caches = [PagedCache(len(PAGES), PAGE) for _ in range(3)]
     vocab, rng = split.vocab_size, torch.Generator().manual_seed(0)
     errors = []
-    for spans in CALLS:
+    for spans in (*CALLS, LATE):
+        for cache in caches if spans is LATE else ():
+            fill_randomly(cache)
         count = sum(span.length for span in spans)
         tokens = torch.randint(0, vocab, (count,), generator=rng).to(split.device)
         given = torch.cat([tokens, tokens.new_zeros(PLACES - count)])

@@ -14,16 +14,13 @@ from torch import Size, Tensor
 from selfspec.executors.cuda.fused_body import FusedBody
 from selfspec.executors.cuda.packed_linear import PackedLinear
 from selfspec.executors.cuda.rounds import StaticRows
-from selfspec.kernels.layout import padded
+from selfspec.kernels.layout import LEAST_TILE, SPLIT, padded
 from selfspec.kernels.suite import Kernels
 from selfspec.model.kv_cache import PackedRows
 from selfspec.model.row_counts import MULTIPLES, RowCounts, fill_up, measured, random_rows
 from selfspec.model.split_model import Taps
 
-LEAST_TILE = 16  # rows of a tile of queries: the fewest that the kernel takes
-# Tokens of a split. Short ones let a single row use more of the device, but each takes 4 * head_dim + 8 bytes for every
-# new token and head.
-SPLIT, WIDE_SPLIT = 256, 1024
+WIDE_SPLIT = 1024  # tokens of a split of attention in wide calls
 WIDE_TILE = 64
 
 Signature = tuple[tuple[Size, ...], bool]

@@ -30,7 +30,7 @@ class FusedBody:
 
     Args:
         weights: the model's weights, in a dtype of `kernels.checks.LAYER_DTYPES`.
-        kernels: attend, add_norm, rotate and gate.
+        kernels: those of layers.
         packing: how weights of products with the same input are put together, see `PackedLinear`.
         shares: another body of the same weights and packing, whose packed weights and tables this one uses.
     """

@@ -116,7 +116,7 @@ class Runner:
 
     Args:
         split: a `selfspec.model.split_model.SplitModel`; the runner uses `run`, `logits`, `exit_heads`.
-        kernels: scatter keys and values, attend, pick and accept.
+        kernels: those of rounds and of layers.
         capture: records bodies.
         budget: bytes of device memory for all recordings.
         max_rows: maximum rows of a round that drafts; of more, nothing is drafted.
