@@ -2,7 +2,8 @@
 
 Rounds take what `eval.serve_synthetic` computes for the device. A decision is charged with what it took the processor
 that runs this, since the device waits for it. The shapes of rounds that a policy names (`Policy.likely`) are recorded
-before decoding, for the fixed policies as for the default one. Any other shape is charged with `RECORDING` seconds.
+before decoding, as many as fit into `START_SECONDS`, for the fixed policies as for the default one. Any other shape is
+charged with `RECORDING` seconds.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from eval.shapes import config_of
 from eval.traces import Trace
 from selfspec.control.costs import Costs, RoundLimits
 from selfspec.control.plan import Policy
+from selfspec.executors.cuda.executor import in_order
+from selfspec.executors.cuda.runner import START_SECONDS
 
 SHAPE, GPU = "llama-3-8b", "h200"
 LIMITS = RoundLimits(longest=15, tokens=256, rows=32)
@@ -70,8 +73,9 @@ def simulate(cell: Virtual, tokens: int = TOKENS, outputs: int = OUTPUTS) -> Sec
     count = cell.rows * max(1, outputs // max(1, cell.rows // 8))
     traces = synthetic_traces(costs.num_layers, count, 64, tokens, cell.acceptance, seed=0)
     policy = make("adaptive", costs)
+    named = _named(policy, cell.rows)
     done = replay(traces, policy, costs, batch_size=cell.rows)
-    recordings = len(_shapes(done) - _named(policy, cell.rows))
+    recordings = len(_shapes(done) - named)
     recording = recordings * RECORDING
     plain = _replayed("plain", traces, costs, cell.rows).seconds
     fixed = [
@@ -93,10 +97,11 @@ def _shapes(done: Replayed) -> set[tuple[int, int, int]]:
 
 
 def _named(policy: Policy, rows: int) -> set[tuple[int, int, int]]:
-    """The drafting shapes that are recorded before decoding."""
-    slots = [1 << i for i in range(_slots(rows).bit_length())]
-    plans = [(plan, count) for count in slots for plan in policy.likely(count)]
-    return {(plan.exit_layer, max(plan.draft_lengths), count) for plan, count in plans if plan.exit_layer}
+    """The drafting shapes that are recorded before decoding: a start goes on until it has taken `START_SECONDS`."""
+    wanted = in_order(policy.likely, rows)
+    shapes = dict.fromkeys((plan.exit_layer or 0, max(plan.draft_lengths), _slots(count)) for count, plan in wanted)
+    recorded = list(shapes)[: int(START_SECONDS / RECORDING) + 1]
+    return {shape for shape in recorded if shape[0]}
 
 
 def _slots(rows: int) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eval import guard
+from eval import guard, guard_virtual
 from eval.__main__ import main
 from eval.config import FOLDER, config_of
 from eval.guard import Cell, Found, GuardConfig
@@ -94,6 +94,9 @@ def test_cells_in_virtual_time_charge_what_a_device_would_wait_for(tmp_path, cap
         unnamed.setattr(Policy, "likely", lambda policy, rows: [])
         unnamed.setattr(Adaptive, "likely", Policy.likely)
         again = simulate(cell, tokens=64, outputs=2)
+    monkeypatch.setattr(guard_virtual, "START_SECONDS", 0)
+    late = simulate(cell, tokens=64, outputs=2)
+    assert late.recordings == again.recordings, "a start without time records a plain round"
     assert again.recordings > 0 and again.recording == again.recordings * RECORDING < again.adaptive
     assert Seconds(2.0, 1.9, 1.0, 0, 0.0).passes(0.8) is False
     assert Seconds(1.0, 0.99, 0.5, 0, 0.0).passes(0.02) and not Seconds(1.0, 1.9, 0.9, 0, 0.0).passes(0.8)

@@ -21,6 +21,19 @@ from selfspec.executors.penalties import Penalties
 from selfspec.kernels.layout import MOST_EOS
 
 
+def in_order(likely: Callable[[int], list[Plan]], max_rows: int) -> list[tuple[int, Plan]]:
+    """The rounds that are recorded before decoding, in order: numbers of rows, and plans for them.
+
+    Args:
+        likely: see `Policy.likely`.
+        max_rows: the most rows that decode together.
+    """
+    counts = [max_rows, *[slots for slots in SLOTS if slots < max_rows]]
+    listed = [(rows, likely(rows)) for rows in counts if rows <= SLOTS[-1]]
+    first = [(rows, plan) for rows, plans in listed for plan in plans[:1]]
+    return first + [(rows, plan) for rows, plans in listed for plan in plans[1:]]
+
+
 class CudaExecutor(Executor):
     """Replays recorded rounds of the split model's runner.
 
@@ -48,11 +61,7 @@ class CudaExecutor(Executor):
         runner = self.split.runner
         if runner is None:
             return
-        counts = [max_rows, *[slots for slots in SLOTS if slots < max_rows]]
-        listed = [(rows, likely(rows)) for rows in counts if rows <= SLOTS[-1]]
-        first = [(rows, plan) for rows, plans in listed for plan in plans[:1]]
-        others = [(rows, plan) for rows, plans in listed for plan in plans[1:]]
-        runner.prepare(self.cache, first + others)
+        runner.prepare(self.cache, in_order(likely, max_rows))
 
     def run(self, rows: list[Sequence], plan: Plan, deadline: float) -> Iterator[RoundOutput]:
         """Run the rounds of a plan; see `Executor.run`.
