@@ -213,6 +213,7 @@ def calls() -> dict[str, Callable[[], Any]]:
     }  # fmt: skip
     return products | {
         "gate and product of 32 rows, 4096, float32": product("gate", 32, 4096, 14336, 6144, torch.float32),
+        "squares of 5 rows, 4096": lambda: skinny_products.squares_of(torch.zeros(5, 4096, dtype=torch.bfloat16)),
         "rotate and attend, 1 token, 32:8 heads of 128": rotate_attend(32, 8, 128, 1, None),
         "rotate and attend, 5 tokens, 32:8 heads of 128, window, norms": rotate_attend(
             32, 8, 128, 5, 64, norm(128), norm(128)
