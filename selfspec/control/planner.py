@@ -136,7 +136,7 @@ class Candidates:
             acceptance = np.add.reduce(drafted_right, 2, keepdims=True)
             kept = 1 + np.add.accumulate(acceptance**_LENGTHS, 2)
             rounds = seconds[:, :, 1:]
-            rates = self._affordable(kept, rounds, rounds, 1 + _LENGTHS) * self._is_allowed
+            rates = self._affordable(kept * self._is_allowed, rounds, rounds, 1 + _LENGTHS)
             return rates, np.tile(_LENGTHS, (len(share), 1))
         # P(confidence above the bound), P(above and accepted) for each drafter: [1 + drafters, L - 1, bins]
         likely = np.concatenate((share[None], drafted_right))

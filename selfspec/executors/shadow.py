@@ -1,4 +1,4 @@
-"""ShadowPicks picks: the tokens that other layers than the exit layer would have picked at the verified positions.
+"""Shadow picks: the tokens that other layers than the exit layer would have picked at the verified positions.
 
 They need no pass over layers, since the verification computes the hidden states. They rarely need the whole head: a
 layer counts as right if it prefers the target's pick to the target's other most probable tokens and to a fixed sample

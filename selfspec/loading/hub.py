@@ -114,13 +114,14 @@ def open_model(
     device: str | torch.device | None = None,
     adapter: str | Path | None = None,
     quantize: str | None = None,
+    keep_blocks: bool = False,
 ) -> tuple[nn.Module, Any]:
     """The model and its tokenizer, before anybody asks whether it can be split.
 
     Arguments and errors are those of `open_target`. A GGUF file's weights are dequantised: whoever asks for a model of
-    transformers trains it, or runs it there.
+    transformers trains it, or runs it there. With `keep_blocks` they stay as they are, in float32 on CPU.
     """
-    return _open(model, tokenizer, dtype, device, adapter, quantize, None)[:2]
+    return _open(model, tokenizer, dtype, device, adapter, quantize, 3 if keep_blocks else None)[:2]
 
 
 class _Opened(NamedTuple):

@@ -126,7 +126,7 @@ class ExitHeads(nn.Module):
             if metadata.get("format") in OLD_FORMATS:
                 raise OSError(
                     f"exit heads {path}: {file.name} holds heads of an earlier version, which do not read the model's "
-                    "final states; train them again"
+                    "final states; train them again, or open the model with exit_heads='none'"
                 )
             if metadata.get("format") != FORMAT:
                 raise OSError(f"exit heads {path}: {file.name} is no file of exit heads; train them again")

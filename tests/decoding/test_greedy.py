@@ -195,13 +195,13 @@ def test_drafts_that_are_always_right_are_all_accepted(exit_layer):
 
 
 def test_drafts_that_are_always_wrong_are_all_rejected(monkeypatch):
-    honest = SplitModel.logits
+    honest = SplitModel.head_logits
 
-    def adversary(self, hidden, exit_layer=None):
-        logits = honest(self, hidden, exit_layer)
-        return logits if exit_layer is None else -logits
+    def adversary(self, hidden, lacks_norm):  # final states have the norm, an exit's lack it
+        logits = honest(self, hidden, lacks_norm)
+        return -logits if lacks_norm else logits
 
-    monkeypatch.setattr(SplitModel, "logits", adversary)
+    monkeypatch.setattr(SplitModel, "head_logits", adversary)
     for policy in (Always(1, 4), Always(3, 6), Schedule(0, 4, lookup=False)):
         for one in check_equals_generate(tiny("llama", backend="views"), make_prompts(RAGGED, seed=1), policy):
             assert one.stats.num_accepted_draft_tokens == 0 < one.stats.num_draft_tokens

@@ -6,6 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from selfspec.loading.hub import open_model
+from tests.gguf_files import source_model, write_gguf
 from tests.models import build
 from train.handover import main, parts_of, unpack
 from train.tokenizer import train_tokenizer
@@ -40,6 +42,26 @@ def test_the_parts_are_joined_to_the_same_model(packed, tmp_path, capsys):
     kept.unlink()
     unpack(archive, made)  # one that is there is kept
     assert not kept.exists()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_blocks_of_a_gguf_file_are_handed_over_exactly(tmp_path, tied, capsys):
+    without = {"without": ("output.weight",)} if tied else {}  # the head is then the embeddings
+    file = write_gguf(tmp_path / "tiny.gguf", source_model(), "Q4_1", **without)
+    archive = tmp_path / "tiny.tar.xz"
+    assert main([str(file), str(archive)]) == 0
+    made = unpack(archive, tmp_path / "made")
+    weights = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32).state_dict()
+    wanted, tokenizer = open_model(file, device="cpu")
+    assert weights.keys() == wanted.state_dict().keys()
+    assert all(torch.equal(weights[name], weight) for name, weight in wanted.state_dict().items())
+    assert AutoTokenizer.from_pretrained(made).get_vocab() == tokenizer.get_vocab()
+    assert main([str(file), str(tmp_path / "dense.tar.xz"), "--dtype", "float32"]) == 0
+    sizes = [sum(part.stat().st_size for part in parts_of(each)) for each in (archive, tmp_path / "dense.tar.xz")]
+    assert 2 * sizes[0] < sizes[1]
+    capsys.readouterr()
+    assert main([str(made), str(archive), "--dtype", "blocks"]) == 2
+    assert "--dtype blocks is for GGUF files of quantised weights" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,7 @@ class CpuExecutor(Executor):
         if finals is not None:
             for at, row in enumerate(rows):
                 num_new = sum([len(result.rows[at].token_ids) for result in results])
-                row.final_state, row.final_at = finals[at], row.num_tokens + num_new - 2
+                row.final_state, row.final_at = finals[at].clone(), row.num_tokens + num_new - 2
         inside = sum([sum(result.draft_seconds) + sum(result.verify_seconds) for result in results])
         overhead = seconds.now() - begin - inside
         for result in results:
