@@ -1,7 +1,6 @@
 """Measure selfspec: `python -m eval COMMAND`, and `python -m eval COMMAND --help` for its options.
 
 run      decode a question file with several methods, one question at a time, and write a folder with a report
-report   write a run folder's report again, or print one of Spec-Bench answer files
 quality  scores of lm-evaluation-harness tasks, decoded by selfspec
 replay   every policy on recorded outputs, without the model, compared with bounds
 tune     what exit heads gain that `selfspec tune` makes for several kinds of prompts
@@ -26,7 +25,6 @@ from selfspec.errors import UnsupportedModelError
 
 COMMANDS = {  # the module of each command; its `main` takes the other arguments and returns the exit code
     "run": "eval.run",
-    "report": "eval.report",
     "quality": "eval.quality",
     "replay": "eval.policies",
     "tune": "eval.tune",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -39,7 +39,6 @@ class Turn:
     stage_seconds: dict[str, float] | None = None
     layer_passes: int | None = None  # layers run one after another, without prefill
     stats: SpecStats | None = None
-    rounds: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Failure(Exception):
@@ -103,7 +102,6 @@ class Item(NamedTuple):
     num_tokens: int
     seconds: float
     accept_lengths: list[int]
-    retokenised: int | None  # tokens of the answers' texts minus one per turn, as Spec-Bench counts its baseline
     steps: list[list[tuple[int, float]]] | None  # per turn: (tokens, seconds) of every step
     prefill_seconds: float | None
     stage_seconds: dict[str, float] | None
@@ -116,7 +114,7 @@ class Item(NamedTuple):
         return self.num_tokens / self.seconds
 
 
-def choice_of(turns: Sequence[Turn], texts: Sequence[str], text_tokens: Sequence[int]) -> dict[str, Any]:
+def choice_of(turns: Sequence[Turn], texts: Sequence[str]) -> dict[str, Any]:
     """The `choices` entry of an answer; the keys up to `accept_lengths` are Spec-Bench's."""
     stats = [turn.stats for turn in turns if turn.stats is not None]
     stages = [turn.stage_seconds for turn in turns if turn.stage_seconds is not None]
@@ -129,7 +127,6 @@ def choice_of(turns: Sequence[Turn], texts: Sequence[str], text_tokens: Sequence
         "wall_time": [turn.seconds for turn in turns],
         "accept_lengths": [n for turn in turns for n in turn.accept_lengths or ()],
         "tokens": [turn.tokens for turn in turns],
-        "text_tokens": list(text_tokens),
         "step_seconds": [[round(s, 7) for s in turn.step_seconds or ()] for turn in turns],
         "prefill_seconds": [turn.prefill_seconds for turn in turns],
         "stage_seconds": {name: sum(each[name] for each in stages) for name in stages[0]} if stages else None,
@@ -153,14 +150,13 @@ def item_of(answer: Mapping[str, Any]) -> Item:
         raise ValueError(f"no answer in Spec-Bench's format ({problem!r}): {str(answer)[:80]}") from problem
     if not seconds > 0:
         raise ValueError(f"question {question_id!r} took {seconds} s; the time of an answer must be above 0")
-    retokenised, prefill = choice.get("text_tokens"), choice.get("prefill_seconds") or [None]
+    prefill = choice.get("prefill_seconds") or [None]
     return Item(
         question_id,
         category,
         tokens,
         seconds,
         lengths,
-        None if retokenised is None else sum(retokenised) - len(retokenised),
         _steps(lengths, choice.get("step_seconds")),
         None if None in prefill else sum(prefill),
         choice.get("stage_seconds"),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from eval.answers import Failure, Method, Prompt, Row, Turn, choice_of
 from eval.measurement import no_garbage_collection, rotated
-from eval.questions import Question, encoded, prompt_ids, prompt_text
+from eval.questions import Question, prompt_ids, prompt_text
 from eval.records import RunFolder
 
 REPORT_SECONDS = 5.0  # between two lines of progress
@@ -30,11 +30,10 @@ class Shared(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """The turns of a question that a method has answered; `text_tokens` counts the tokens of every text."""
+    """The turns of a question that a method has answered."""
 
     turns: list[Turn]
     texts: list[str]
-    text_tokens: list[int]
 
 
 def warm_up(methods: Sequence[Method], question: Question, shared: Shared, times: int) -> None:
@@ -80,7 +79,7 @@ def ask_all(
                 if failure:
                     folder.add_error(row)
                 else:
-                    folder.add_answer(method.name, row, [turn.rounds for turn in done.turns])
+                    folder.add_answer(method.name, row)
                 report(method.name, row)
 
 
@@ -90,7 +89,7 @@ def _ask(method: Method, question: Question, shared: Shared, index: int) -> tupl
     Returns:
         The answered turns, the failure if there was one, and the seconds of the method's work.
     """
-    done, method_seconds = Conversation([], [], []), 0.0
+    done, method_seconds = Conversation([], []), 0.0
     for number in range(len(question.turns)):
         start = perf_counter()
         try:
@@ -98,7 +97,6 @@ def _ask(method: Method, question: Question, shared: Shared, index: int) -> tupl
             start = perf_counter()
             turn = method(prompt)
             text = decoded(shared.tokenizer, tuple(turn.tokens))
-            num_tokens = len(encoded(shared.tokenizer, text))
         except Failure as failure:
             return done, failure, method_seconds + failure.seconds
         except Exception as problem:
@@ -108,7 +106,6 @@ def _ask(method: Method, question: Question, shared: Shared, index: int) -> tupl
         method_seconds += turn.seconds
         done.turns.append(turn)
         done.texts.append(text)
-        done.text_tokens.append(num_tokens)
     return done, None, method_seconds
 
 
@@ -147,7 +144,7 @@ def _row(method: str, question: Question, done: Conversation, failure: Failure |
             **about,
             "answer_id": hashlib.sha256(f"{method} {question.question_id!r}".encode()).hexdigest()[:22],
             "model_id": method,
-            "choices": [choice_of(done.turns, done.texts, done.text_tokens)],
+            "choices": [choice_of(done.turns, done.texts)],
             "tstamp": time.time(),
         }
     error = {"kind": failure.kind, "method": method, **about, "turn": len(done.turns), "sentence": failure.sentence}

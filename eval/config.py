@@ -25,9 +25,7 @@ from train.configuration import (
 
 FOLDER = Path(__file__).parents[1] / "configs" / "eval"
 AUTO = "auto"
-STUDIES = ("acceptance", "grid", "batch", "policies")
-STUDY_SIZES = ("study_questions", "study_tokens")
-NOT_RECORDED = ("output", "studies", *STUDY_SIZES)  # these may change when a run is resumed
+NOT_RECORDED = ("output", "baseline", "metrics")  # these may change when a run is resumed
 Config = TypeVar("Config")
 
 
@@ -96,30 +94,18 @@ class RunConfig(Common):
     warmups: int = option(1, "How often every method answers the first question untimed.")
     time_limit: float = option(300.0, "Maximum seconds of a method per turn; beyond it the answer is an error row.")
     check: bool = option(True, "Compare every output with plain decoding, token by token.")
-    keep_rounds: bool = option(False, "Write every round of selfspec's methods to rounds.jsonl.")
     resamples: int = option(2000, "Bootstrap resamples of the questions behind every interval.")
-    studies: tuple[str, ...] = option(
-        (), f"Studies to make after the questions: {', '.join(STUDIES)}. They can be added to a finished run."
-    )
-    study_questions: int = option(
-        6,
-        "How many questions a study uses, evenly from all categories; their first turns. When it changes, studies are "
-        "made again.",
-    )
-    study_tokens: int = option(40, "Tokens per question that a study decodes; policies by replay use max_new_tokens.")
     output: str = option("", "Run folder; empty: runs/ and the configuration's name.")
 
     def __post_init__(self) -> None:
-        check_least(self, 1, "max_new_tokens", "resamples", *STUDY_SIZES)
+        check_least(self, 1, "max_new_tokens", "resamples")
         check_least(self, 0, "threads", "num_questions", "per_category", "warmups", "seed", "temperature")
         check(self.time_limit > 0 and isfinite(self.time_limit), "time_limit", "above 0", self.time_limit)
-        names_of = {"columns": (self.columns, COLUMNS), "metric": (self.metrics, METRICS)}
-        for what, (names, allowed) in {**names_of, "study": (self.studies, STUDIES)}.items():
-            for name in names:
-                check_known(what, name, allowed)
-        for key in ("studies", "methods"):
-            names = getattr(self, key)
-            check(len(set(names)) == len(names), key, "different names", list(names))
+        for column in self.columns:
+            check_known("columns", column, COLUMNS)
+        for metric in self.metrics:
+            check_known("metric", metric, METRICS)
+        check(len(set(self.methods)) == len(self.methods), "methods", "different names", list(self.methods))
         self._check_methods()
 
     def _check_methods(self) -> None:

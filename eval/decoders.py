@@ -33,7 +33,6 @@ class Ours(Method):
         llm: the opened model; acceptance statistics start empty.
         eos: tokens that end the output; empty: only the length does.
         limit: seconds per prompt, checked after every program of rounds.
-        keep_rounds: also return the counts of every round.
         reuse_responses: draft from the answers to earlier questions, too.
     """
 
@@ -44,13 +43,12 @@ class Ours(Method):
         eos: frozenset[int],
         temperature: float,
         limit: float,
-        keep_rounds: bool = False,
         reuse_responses: bool = False,
     ) -> None:
         settings, self.num_layers = method.settings, llm.target.split.num_layers
         check_exit_layer(method, settings.get("exit_layer"), self.num_layers)
         self.name, self.eos, self.limit = method.name, eos, limit
-        self.temperature, self.keep_rounds = temperature, keep_rounds
+        self.temperature = temperature
         self.llm = with_policy(llm, reuse_responses=reuse_responses, **settings)
         self.llm.target.prior = None  # figures must not depend on earlier runs
 
@@ -80,7 +78,6 @@ class Ours(Method):
             stage_seconds=stages,
             layer_passes=sum(layer_passes(round_, self.num_layers) for round_ in done),
             stats=new.stats,
-            rounds=[_record(round_) for round_ in done] if self.keep_rounds else [],
         )
 
 
@@ -111,17 +108,6 @@ def split_by_round(seconds: Sequence[float], done: Sequence[RoundOutput]) -> lis
             found[at:end] = [scale * each for each in own]
         at = end
     return found
-
-
-def _record(round_: RoundOutput) -> dict[str, Any]:
-    row = round_.rows[0] if round_.rows else None
-    return {
-        "exit_layer": round_.exit_layer,
-        "num_drafted": len(row.drafted) if row else 0,
-        "num_accepted": row.num_accepted if row else 0,
-        "num_tokens": len(row.token_ids) if row else 0,
-        "seconds": {stage: round(getattr(round_.seconds, stage), 7) for stage in STAGES},
-    }
 
 
 class Transformers(Method):

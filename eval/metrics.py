@@ -32,7 +32,7 @@ class Metric(NamedTuple):
     unit: str
     meaning: str
     terms: Terms | None = None
-    base_terms: Terms | None = None  # terms of the baseline's ratio, by which the figure is divided
+    over_baseline: bool = False  # divided by the baseline's ratio
 
 
 def _speed(item: Item) -> tuple[float, float]:
@@ -41,11 +41,6 @@ def _speed(item: Item) -> tuple[float, float]:
 
 def _mean_speed(item: Item) -> tuple[float, float]:
     return item.speed, 1
-
-
-def _script_speed(item: Item) -> tuple[float, float]:
-    """Speed as Spec-Bench's script computes it for the baseline, from the re-encoded text."""
-    return (float("nan") if item.retokenised is None else item.retokenised / item.seconds), 1
 
 
 def _after_first_steps(item: Item) -> tuple[float, float]:
@@ -78,13 +73,7 @@ METRICS = {
         "1/s", "Spec-Bench: mean over questions of new tokens / wall time", _mean_speed
     ),
     "spec_bench_speedup": Metric(
-        "x", "Spec-Bench: that mean over the baseline's, each by its own token counts", _mean_speed, _mean_speed
-    ),
-    "spec_bench_script_speedup": Metric(
-        "x",
-        "as its script prints it: the baseline's tokens are counted from its text, minus one per turn",
-        _mean_speed,
-        _script_speed,
+        "x", "Spec-Bench: that mean over the baseline's, each by its own token counts", _mean_speed, True
     ),
     "tokens_per_second": Metric("1/s", "all new tokens / all seconds; interval over questions", _speed),
     "decode_tokens_per_second": Metric(
@@ -95,7 +84,7 @@ METRICS = {
         "x",
         "tokens_per_second over the baseline's on the questions both answered; interval over questions",
         _speed,
-        _speed,
+        True,
     ),
     "paired_ratio": Metric(
         "x", "geometric mean over questions of speed / the baseline's speed on the same one; with median and range"
@@ -134,7 +123,7 @@ TABLE = (  # the default columns of a report
 )
 WITH_INTERVAL = ("tokens_per_second", "speedup", "paired_ratio")
 PERCENTILES = tuple(name for name in METRICS if name.endswith(("_p50", "_p95")))
-OVER_BASELINE = (*(name for name, metric in METRICS.items() if metric.base_terms), "paired_ratio")
+OVER_BASELINE = (*(name for name, metric in METRICS.items() if metric.over_baseline), "paired_ratio")
 COMPUTED = tuple(n for n, m in METRICS.items() if m.terms or n in OVER_BASELINE or n in PERCENTILES)
 
 
@@ -193,9 +182,8 @@ def drawn(name: str, group: Group) -> tuple[Callable[[Draws], NDArray[np.float64
         pairs = [(a, b) for a, b in group.pairs if a.num_tokens and b.num_tokens]
         mean = _ratio([(log(a.speed / b.speed), 1.0) for a, b in pairs])
         return lambda draws: np.exp(mean(draws)), len(pairs)
-    if metric.base_terms is not None and metric.terms is not None:
-        own = _ratio([metric.terms(a) for a, _ in group.pairs])
-        base = _ratio([metric.base_terms(b) for _, b in group.pairs])
+    if metric.over_baseline and metric.terms is not None:
+        own, base = (_ratio([metric.terms(pair[i]) for pair in group.pairs]) for i in (0, 1))
         return lambda draws: np.asarray(own(draws) / base(draws)), len(group.pairs)
     if metric.terms is not None:
         return _ratio([metric.terms(item) for item in group.items]), len(group.items)

@@ -5,9 +5,7 @@ environment.json        machine, versions and model; also those of the sessions 
 dirty.diff              the difference between the code and its commit, if any
 answers/METHOD.jsonl    a line per question, in Spec-Bench's format with additional keys
 errors.jsonl            a line per question that a method could not answer
-rounds.jsonl            with keep_rounds, a line per question of selfspec's methods; of duplicates the last counts
-studies/NAME.json       a study's figures, or why it failed
-summary.json, report.md, report.html, figures/      written again at the end of every session
+summary.json, report.md, figures/       written again at the end of every session
 """
 
 from __future__ import annotations
@@ -150,7 +148,6 @@ class RunFolder:
             self._claim(config)
             self.answers = {name: by_question(read_lines(answers_path(path, name), repair=True)) for name in methods}
             self.errors = by_question(read_lines(path / "errors.jsonl", repair=True))
-            read_lines(path / "rounds.jsonl", repair=True)
         except BaseException:
             self._lock.close()
             raise
@@ -183,11 +180,7 @@ class RunFolder:
         """Whether there is an answer or error of a method for a question."""
         return question_id in self.answers[method] or (method, question_id) in self.errors
 
-    def add_answer(self, method: str, row: Row, rounds: Sequence[Sequence[Row]] = ()) -> None:
-        """Append an answer. Its rounds are written first, so that no answer lacks them after an interruption."""
-        if any(rounds):
-            about = {"method": method, "question_id": row["question_id"]}
-            append_line(self.path / "rounds.jsonl", {**about, "turns": list(rounds)})
+    def add_answer(self, method: str, row: Row) -> None:
         append_line(answers_path(self.path, method), row)
         self.answers[method][row["question_id"]] = row
 

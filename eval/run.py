@@ -2,7 +2,8 @@
 
 The report goes to standard output, progress to standard error. Exit codes: 0; 1 (the disk was full: run the same
 command again to resume); 2 (invalid input, explained in one sentence); 130 (Ctrl-C: the report covers the answers so
-far, and the same command resumes the run).
+far, and the same command resumes the run). A finished run's report is written again, over another `baseline` or with
+other `metrics`, where these are given.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from eval.questions import encoded, fingerprint, read_questions
 from eval.records import RunFolder, read_object, write_file
 from eval.report import publish
 from eval.session import complete
-from eval.studies import make_studies
 from eval.summary import compare_outputs, fastest_plain, summarise
 from selfspec.control.registry import NEEDS_COSTS
 from train.configuration import flags_given
@@ -105,7 +105,7 @@ class Session:
         if method.kind == LLAMA_CPP:
             return LlamaCpp(config.model, method, self._longest_context(), eos, *limits)
         if method.is_ours:
-            return Ours(self.llm, method, eos, *limits, config.keep_rounds, config.reuse_responses)
+            return Ours(self.llm, method, eos, *limits, config.reuse_responses)
         return Transformers(self.llm, method, eos, *limits)
 
     def _longest_context(self) -> int:
@@ -115,13 +115,12 @@ class Session:
         return min(self.shared.context_limit, max(tokens))
 
     def run(self) -> None:
-        """Ask the questions and make the studies that the folder does not have yet."""
+        """Ask the questions that the folder has no row for yet."""
         if not self.is_complete:
             self.progress.say("warming up")
             warm_up(self.methods, self.questions[0], self.shared, self.config.warmups)
             self.progress.begin()
             ask_all(self.methods, self.questions, self.shared, self.folder, self.progress)
-        make_studies(self.config, self.llm, self.questions, self.shared, self.progress.say)
 
     def finish(self) -> str:
         """Write summary and report of the answers so far; returns the report's text."""

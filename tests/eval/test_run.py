@@ -11,7 +11,6 @@ import yaml
 from eval import figures, records
 from eval.__main__ import main
 from eval.decoders import Ours
-from eval.methods import file_name
 from eval.models import decode, open_llm, with_policy
 from eval.records import RunFolder
 from selfspec.control.registry import POLICIES
@@ -74,7 +73,7 @@ def test_every_method_gives_the_tokens_of_plain_decoding_in_spec_bench_format(ru
     ours = [*POLICIES, "fixed:2,3", "adaptive:exit", "adaptive:lookup"]
     theirs = ["", ":early_exit:2", ":prompt_lookup:3", f":assistant:{model}"]
     names = [*ours, *("transformers" + rest for rest in theirs)]
-    assert run("--methods", *names, "--keep-rounds", "--warmups", "1") == 0
+    assert run("--methods", *names, "--warmups", "1") == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("# Run report") and "Every output compared is plain decoding's" in printed.out
     assert printed.out.rstrip("\n") == (out / "report.md").read_text("utf-8").rstrip("\n") and str(out) in printed.err
@@ -100,8 +99,6 @@ def test_every_method_gives_the_tokens_of_plain_decoding_in_spec_bench_format(ru
             assert [len(tokens) for tokens in choice["tokens"]] == choice["new_tokens"]
             for steps, wall in zip(choice["step_seconds"], choice["wall_time"], strict=True):
                 assert sum(steps) <= wall + 1e-6
-    rounds = lines(out / "rounds.jsonl")
-    assert len(rounds) == 3 * len(ours) and len(rounds[0]["turns"]) == 2
     about = json.loads((out / "environment.json").read_text())
     assert (
         about["num_layers"] == about["costs"]["num_layers"] == 4
@@ -111,13 +108,13 @@ def test_every_method_gives_the_tokens_of_plain_decoding_in_spec_bench_format(ru
 
 
 def test_counts_of_layers_and_drafts_add_up(run, out):
-    assert run("--methods", "plain", "fixed:2,3", "transformers", "--keep-rounds") == 0
+    assert run("--methods", "plain", "fixed:2,3", "transformers") == 0
     plain, fixed, peer = (method(out, name)["groups"]["overall"] for name in ("plain", "fixed:2,3", "transformers"))
     assert plain["layer_passes_per_token"] == peer["layer_passes_per_token"] == 4
-    rounds = [r for row in lines(out / "rounds.jsonl") if row["method"] == "fixed:2,3" for t in row["turns"] for r in t]
-    drafted, accepted = (sum(r[key] for r in rounds) for key in ("num_drafted", "num_accepted"))
-    assert fixed["layer_passes_per_token"] == (4 * len(rounds) + 2 * drafted) / 24
-    assert fixed["draft_acceptance_rate"] == accepted / drafted and sum(r["num_tokens"] for r in rounds) == 24
+    choices = [row["choices"][0] for row in lines(out / "answers" / "fixed-2,3.jsonl")]
+    rounds, tokens = (sum(map(sum, (choice[key] for choice in choices))) for key in ("decoding_steps", "new_tokens"))
+    drafted = (24 * fixed["layer_passes_per_token"] - 4 * rounds) / 2
+    assert tokens == 24 and fixed["draft_acceptance_rate"] == pytest.approx((tokens - rounds) / drafted)
     assert sum(fixed["stage_shares"].values()) == pytest.approx(1) and fixed["acceptance_by_position"][0]["joint"] > 0
     assert plain["acceptance_by_position"] is plain["draft_acceptance_rate"] is peer["stage_shares"] is None
     assert plain["acceptance_length"] == 1 and fixed["prefill_share"] > 0
@@ -272,26 +269,12 @@ def test_invalid_options_give_one_sentence(options, words, run, capsys):
     assert len(said) == 1 and said[0].startswith("eval: ") and words in said[0]
 
 
-def test_report_rewrites_a_run_and_reads_other_answer_files(run, out, capsys, tmp_path):
+def test_a_finished_run_is_reported_again_over_another_baseline(run, out):
     assert run() == 0
     before = summary(out)
-    assert main(["report", str(out)]) == 0
-    assert [m["groups"] for m in summary(out)["methods"]] == [m["groups"] for m in before["methods"]]
-    assert summary(out)["check"] == before["check"]
-    assert main(["report", str(out), "--baseline", "fixed:2,3"]) == 0
+    assert run("--baseline", "fixed:2,3", "--metrics", "speedup") == 0
     assert method(out, "fixed:2,3")["groups"]["overall"]["speedup"]["value"] == pytest.approx(1)
-    bare = tmp_path / "theirs.jsonl"
-    rows = lines(out / "answers" / "fixed-2,3.jsonl")
-    for row in rows:
-        row["choices"] = [{key: row["choices"][0][key] for key in CHOICE_KEYS}]
-    bare.write_text("".join(json.dumps({key: row[key] for key in SPEC_BENCH_KEYS}) + "\n" for row in rows))
-    capsys.readouterr()
-    assert main(["report", str(bare), str(out / "answers" / "plain.jsonl")]) == 0
-    assert "| `theirs` |" in capsys.readouterr().out
-    assert main(["report", str(tmp_path / "nothing")]) == 2
-    bare.write_text('{"question_id": 1}\n')
-    assert main(["report", str(bare)]) == 2
-    assert "Spec-Bench's format" in capsys.readouterr().err
+    assert summary(out)["check"] == before["check"]
 
 
 def test_a_full_disk_gives_one_sentence_and_the_folder_can_be_resumed(run, out, monkeypatch, capsys):
@@ -317,20 +300,6 @@ def test_a_run_that_fails_to_start_releases_its_folder(config, tmp_path, capsys)
     assert main(["run", str(config), "--model", str(tmp_path / "nowhere"), "--output", str(tmp_path / "out")]) == 2
     assert "nowhere" in capsys.readouterr().err
     RunFolder(tmp_path / "out", {"another": "configuration"}, []).close()
-
-
-def test_time_to_first_token_excludes_later_rounds(run, out):
-    """Greedy outputs of 24 tokens are decoded in two programs, of which the first has one round."""
-    names = ["--methods", "plain", "fixed:2,3", "adaptive", "transformers", "--keep-rounds"]
-    assert run(*names, "--max-new-tokens", "24") == 0
-    for row in lines(out / "rounds.jsonl"):
-        first = row["turns"][0][0]
-        answers = {each["question_id"]: each for each in lines(out / "answers" / f"{file_name(row['method'])}.jsonl")}
-        choice = answers[row["question_id"]]["choices"][0]
-        assert choice["accept_lengths"][0] == first["num_tokens"]
-        # The clock has stopped for the first round before the others ran: no later round lies in its time.
-        later = sum(sum(each["seconds"].values()) for each in row["turns"][0][1:])
-        assert choice["step_seconds"][0][0] <= choice["wall_time"][0] - later + 1e-4
 
 
 def test_a_method_that_cannot_run_is_skipped_with_one_sentence(run, out, capsys):

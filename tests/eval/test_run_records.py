@@ -38,7 +38,7 @@ class Repeats:
         self.asked.append((self.name, prompt.question_id))
         if prompt.question_id == self.failing:
             raise Failure("timeout", "too slow", 1.0)
-        return Turn(prompt.ids, 0.25, accept_lengths=[2], step_seconds=[0.25], rounds=[{"num_drafted": 1}])
+        return Turn(prompt.ids, 0.25, accept_lengths=[2], step_seconds=[0.25])
 
     def forget(self):
         pass
@@ -88,14 +88,6 @@ def test_a_file_with_an_incomplete_last_line_is_repaired(name, tmp_path):
         file.write_bytes(whole[:cut])
         assert go(tmp_path) == [(lost.get("method", lost.get("model_id")), lost["question_id"])]
         assert identity(tmp_path) == wanted
-
-
-def test_rounds_without_an_answer_are_written_again(tmp_path):
-    go(tmp_path)
-    wanted, rounds, answers = identity(tmp_path), tmp_path / "rounds.jsonl", tmp_path / "answers" / "plain.jsonl"
-    answers.write_bytes(b"".join(answers.read_bytes().splitlines(keepends=True)[:-1]))
-    rounds.write_bytes(rounds.read_bytes() + b'{"half')
-    assert go(tmp_path) == [("plain", 2)] and identity(tmp_path) == wanted
 
 
 def test_a_line_that_does_not_fit_on_the_disk_is_removed(tmp_path):
