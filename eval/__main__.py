@@ -5,7 +5,7 @@ quality  scores of lm-evaluation-harness tasks, decoded by selfspec
 replay   every policy on recorded outputs, without the model, compared with bounds
 tune     what exit heads gain that `selfspec tune` makes for several kinds of prompts
 guard    where the default policy is slower than plain decoding
-serve    policies under load: requests that arrive at a server, or at one in virtual time
+serve    policies under load: requests that arrive at a server
 sizes    files of 1 to 8 billion random weights: load time, memory and speed beside llama.cpp
 structured  JSON by a schema and function calls: constrained and free, plain and drafted
 gpu      kernels, launches and tokens per second of a GPU

@@ -19,7 +19,6 @@ from selfspec.core import DRAFTERS, LOOKUP
 from selfspec.drafting.lookup import TextLookup
 from selfspec.kernels.pick import num_accepted
 
-THRESHOLDS = (0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)  # minimum confidences of static settings
 MAX_DRAFTED = 18  # longest draft of a static setting
 MAX_ACCEPTED = 64  # longest draft of the clairvoyant schedule
 
@@ -78,7 +77,6 @@ class Static(NamedTuple):
 
     exit_layer: int | None
     num_speculative_tokens: int
-    min_confidence: float
     seconds: float
     copies: bool = False  # 4-bit copies of the layers draft
 
@@ -97,9 +95,9 @@ def runs(hits: Bools) -> Ints:
     return out
 
 
-def statics(traces: Sequence[Trace], costs: CostGrid, thresholds: Sequence[float] = THRESHOLDS) -> Iterator[Static]:
+def statics(traces: Sequence[Trace], costs: CostGrid) -> Iterator[Static]:
     """Every static setting with its seconds over all traces."""
-    yield Static(None, 0, 0.0, plain_seconds(traces, costs))
+    yield Static(None, 0, plain_seconds(traces, costs))
     runs_of = [runs(trace.hits) for trace in traces]
     for number, (e, copies) in enumerate(costs.drafters):
         # Without recorded drafts of copies, copies are assumed to draft as the layers do.
@@ -108,53 +106,22 @@ def statics(traces: Sequence[Trace], costs: CostGrid, thresholds: Sequence[float
             t.copied_right[e - 1].astype(np.int64) if by_copies else a[e - 1]
             for t, a, by_copies in zip(traces, runs_of, recorded, strict=True)
         ]
-        for threshold in thresholds:
-            lengths = [
-                _drafted_by_copies(t, e - 1, threshold) if by_copies else _drafted(t, e - 1, threshold, a)
-                for t, a, by_copies in zip(traces, accepted, recorded, strict=True)
-            ]
-            rows = [(t, a.tolist(), n.tolist()) for t, a, n in zip(traces, accepted, lengths, strict=True)]
-            for d in range(1, MAX_DRAFTED + 1):
-                seconds = sum(_walk(t, costs, number, d, a, n) for t, a, n in rows)
-                yield Static(e, d, threshold, seconds, copies)
+        rows = [(t, a.tolist()) for t, a in zip(traces, accepted, strict=True)]
+        for d in range(1, MAX_DRAFTED + 1):
+            yield Static(e, d, sum(_walk(t, costs, number, d, a) for t, a in rows), copies)
 
 
-def _drafted(trace: Trace, line: int, threshold: float, accepted: Ints) -> Ints:
-    """The number of tokens drafted from each position, up to the first confidence below `threshold`."""
-    n = len(trace.tokens)
-    limit = np.float64(threshold)  # as in decoding: the float32 nearest to 0.9 is below 0.9
-    low = trace.confidences[line] < limit
-    to_low = runs(~low)  # confident tokens from each position
-    wrong_low = trace.wrong[line] < limit  # [n, steps]; NaN is not low
-    recorded = trace.wrong.shape[2]
-    steps = np.where(wrong_low.any(1), wrong_low.argmax(1), recorded) if recorded else np.zeros(n, np.int64)
-    out = np.empty(n, np.int64)
-    for i in range(n):
-        miss = i + accepted[i]
-        if to_low[i] <= accepted[i] and i + to_low[i] < n:  # the draft stops before a wrong token, or at it
-            out[i] = to_low[i] + 1
-        else:
-            out[i] = accepted[i] + 2 + steps[miss] if miss < n else n - i
-    return out
-
-
-def _drafted_by_copies(trace: Trace, line: int, threshold: float) -> Ints:
-    """The same as `_drafted`, for drafts by copies."""
-    low = trace.copied[line] < np.float64(threshold)  # NaN is not low
-    return np.where(low.any(1), low.argmax(1) + 1, MAX_ACCEPTED)
-
-
-def _walk(trace: Trace, costs: CostGrid, drafter: int, limit: int, accepted: list[int], lengths: list[int]) -> float:
+def _walk(trace: Trace, costs: CostGrid, drafter: int, limit: int, accepted: list[int]) -> float:
     """Seconds of one output with drafts of at most `limit` tokens.
 
     Args:
-        accepted, lengths: per position, accepted tokens and drafted tokens of a draft without that limit.
+        accepted: per position, accepted tokens of a draft without that limit.
     """
     base, slope = costs.round_lists[drafter]
     at, n, seconds = 0, len(trace.tokens), 0.0
     while at < n:
         context = trace.prompt_length + at
-        length = min(limit, n - at - 1, lengths[at])
+        length = min(limit, n - at - 1)
         if length == 0:
             seconds += costs.plain_at(context)
             at += 1

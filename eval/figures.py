@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from math import isfinite
-from pathlib import Path
 from textwrap import fill, shorten
 from typing import Any, NamedTuple
 
@@ -32,9 +31,7 @@ STYLE: dict[Any, Any] = {
 OURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 OTHERS = ("#5f6b76", "#98a4af", "#7d6e5d", "#b9aa93")
 MARKERS = "osD^vPXp<>*"
-MUTED, ACCENT, PLAIN = "#9db4c8", "#d1603d", "#555555"
 DEFAULT_POLICY = "adaptive"
-BOUND_LINES = {"best static (E, D, stop)": "--", "clairvoyant without lookup": "-.", "clairvoyant": ":"}  # line styles
 NUMBER = re.compile(r"[-+*(]*\d")  # the start of a numeric cell; it may be bold, or an interval
 Points = Mapping[tuple[str, str], tuple[float, float, float]]  # by method and group: value, low, high
 
@@ -152,32 +149,3 @@ def _is_ours(method: str) -> bool:
         return parse_method(method).is_ours
     except ValueError:  # the name of an answer file
         return False
-
-
-def plot_policies(found: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw the speedup of every policy in replay by task, as bars, and the bounds, as lines."""
-    rows = [row for row in found if row["kind"] == "policy"]
-    bounds = {row["name"]: row for row in found if row["kind"] == "bound"}
-    columns = list(rows[0]["speedup"])
-    columns += ["mean"] if len(columns) > 1 else []
-    with drawing((1.2 + 2.6 * len(columns), 1.3 + 0.24 * len(rows)), path) as canvas:
-        panels = canvas.subplots(1, len(columns), squeeze=False, sharey=True)[0]
-        for column, axes in zip(columns, panels, strict=True):
-            bars = [_value(row, column) for row in rows]
-            colours = [ACCENT if row["name"] == DEFAULT_POLICY else MUTED for row in rows]
-            axes.barh(range(len(rows)), bars, color=colours, height=0.7)
-            for i, value in enumerate(bars):
-                axes.text(0, i, f" {value:.2f}", va="center", fontsize=8)  # at the left, where no bound's line is
-            for name, style in BOUND_LINES.items():
-                axes.axvline(_value(bounds[name], column), color=PLAIN, linestyle=style, linewidth=1.2, label=name)
-            axes.set_title(column, loc="left")
-            axes.set_xlim(0, 1.08 * max(*bars, *(_value(row, column) for row in bounds.values())))
-            axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
-            axes.tick_params(axis="y", length=0)
-        panels[0].invert_yaxis()
-        canvas.supxlabel("speedup over plain decoding", fontsize=10)
-        canvas.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=3, frameon=False)
-
-
-def _value(row: Mapping[str, Any], column: str) -> float:
-    return float(row["mean"] if column == "mean" else row["speedup"][column])

@@ -1,6 +1,6 @@
 """The cells of `python -m eval guard` in virtual time: a device that is not here, texts of set acceptance.
 
-Rounds take what `eval.serve_synthetic` computes for the device. A decision is charged with what it took the processor
+Rounds take what `eval.virtual` computes for the device. A decision is charged with what it took the processor
 that runs this, since the device waits for it. The shapes of rounds that a policy names (`Policy.likely`) are recorded
 before decoding, as many as fit into `START_SECONDS`, for the fixed policies as for the default one. Any other shape is
 charged with `RECORDING` seconds.
@@ -14,9 +14,9 @@ from itertools import product
 from typing import NamedTuple
 
 from eval.replay import Replayed, make, replay
-from eval.serve_synthetic import GPUS, gpu_costs, synthetic_traces
 from eval.shapes import config_of
 from eval.traces import Trace
+from eval.virtual import GPUS, gpu_costs, synthetic_traces
 from selfspec.control.costs import Costs, RoundLimits
 from selfspec.control.plan import Policy
 from selfspec.executors.cuda.executor import in_order

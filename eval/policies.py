@@ -1,64 +1,43 @@
 """Compare policies by exact replay of recorded outputs: `python -m eval replay`.
 
 Plain outputs are recorded once per task. Every policy is replayed on them without the model, at the costs measured on
-this machine and at other costs of the output head, and compared with the bounds of `eval.bounds`.
+this machine or those of a file, and compared with the bounds of `eval.bounds`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
+from time import perf_counter
 from typing import Any, NamedTuple
 
+import torch
+
 from eval.bounds import MAX_ACCEPTED, CostGrid, clairvoyant, plain_seconds, statics
-from eval.figures import plot_policies, table
-from eval.measurement import Say
+from eval.config import config_of, parser_of
+from eval.figures import table
+from eval.measurement import Say, machine, rounded
 from eval.replay import Replayed, make, parse_policy, replay
-from eval.tasks import MEASURED, STORED, Recorded, ReplayConfig, configured, gather, parser_of, run_command
-from selfspec.control.costs import ByRows, Copies, Costs, Table
+from eval.tasks import STORED, Recorded, ReplayConfig, Task, gather
+from eval.traces import Trace
 from selfspec.control.registry import CHOOSES_EXIT, POLICIES
+from train.configuration import flags_given
 
-STATIC, STOPPED = "best static (E, D)", "best static (E, D, stop)"
-BY_EXIT, CLAIRVOYANT = "clairvoyant without lookup", "clairvoyant"
-BOUNDS = (STATIC, STOPPED, BY_EXIT, CLAIRVOYANT)
-
-
-def with_head(costs: Costs, layers: float) -> Costs:
-    """Costs with an output head that takes as long as `layers` layers of a plain round, at any number of tokens."""
-    of_layers = max(0.0, costs.plain_round(1) - costs.head(1))
-    if not costs.head(1):
-        raise ValueError("costs without a head cannot have another one; give costs that were measured")
-    head = costs.head.scaled(layers * of_layers / costs.num_layers / costs.head(1))
-
-    def other(tables: ByRows, num_tokens: Callable[[int], int], old: Table = costs.head, new: Table = head) -> ByRows:
-        """Tables with another head, which runs over `num_tokens` tokens per row."""
-
-        def changed(rows: int, table: Table) -> Table:
-            tokens = {p: num_tokens(p) * rows for p in table.points}
-            return Table.of({p: max(0.0, table(p) - old(n)) + new(n) for p, n in tokens.items()})
-
-        return {rows: changed(rows, table) for rows, table in tables.items()}
-
-    copies = costs.copies
-    if copies is not None:
-        new = copies.head.scaled(head(1) / costs.head(1))
-        copies = Copies(other(copies.steps, lambda exit_layer: 1, copies.head, new), new)
-    rounds, steps = other(costs.rounds, lambda width: width), other(costs.steps, lambda exit_layer: 1)
-    return replace(costs, rounds=rounds, steps=steps, head=head, copies=copies)
+STATIC, BY_EXIT, CLAIRVOYANT = "best static (E, D)", "clairvoyant without lookup", "clairvoyant"
+BOUNDS = (STATIC, BY_EXIT, CLAIRVOYANT)
 
 
 def compare(tasks: Sequence[Recorded], config: ReplayConfig, say: Say = lambda text: None) -> list[dict[str, Any]]:
-    """One section per length and head cost: a row per policy and bound, with its speedup by task."""
+    """One section per length: a row per policy and bound, with its speedup by task."""
     sections = []
     for length in config.lengths:
-        for head in config.head_layers:
-            say(f"{length} tokens, head: {head if head == MEASURED else f'{head} layers'}")
-            columns = [_column(task, length, head, config) for task in tasks]
-            rows = [_row(cells, tasks) for cells in zip(*columns, strict=True)]
-            sections.append({"length": length, "head_layers": head, "rows": rows})
+        say(f"{length} tokens")
+        columns = [_column(task, length, config) for task in tasks]
+        sections.append({"length": length, "rows": [_row(cells, tasks) for cells in zip(*columns, strict=True)]})
     return sections
 
 
@@ -83,11 +62,10 @@ def _row(cells: Sequence[Cell], tasks: Sequence[Recorded]) -> dict[str, Any]:
     }
 
 
-def _column(task: Recorded, length: int, head: str, config: ReplayConfig) -> list[Cell]:
+def _column(task: Recorded, length: int, config: ReplayConfig) -> list[Cell]:
     """All policies and bounds in one task. Every prompt has a new policy."""
     traces = [trace.cut(length) for trace in task.traces]
-    costs = task.costs if head == MEASURED else with_head(task.costs, float(head))
-    grid = CostGrid(costs, MAX_ACCEPTED)
+    costs, grid = task.costs, CostGrid(task.costs, MAX_ACCEPTED)
     plain = plain_seconds(traces, grid)
     prior = task.prior if config.prior == STORED else None
     cells = []
@@ -123,77 +101,69 @@ def _figures(done: Sequence[Replayed]) -> dict[str, Any]:
     }
 
 
-def _bounds(traces: Sequence[Any], grid: CostGrid) -> Iterator[tuple[str, float, dict[str, Any]]]:
-    tried = list(statics(traces, grid))
-    for name, among in ((STATIC, [s for s in tried if s.min_confidence == 0]), (STOPPED, tried)):
-        settings = min(among, key=lambda s: s.seconds)._asdict()
-        yield name, settings.pop("seconds"), {"settings": settings}
+def _bounds(traces: Sequence[Trace], grid: CostGrid) -> Iterator[tuple[str, float, dict[str, Any]]]:
+    best = min(statics(traces, grid), key=lambda s: s.seconds)._asdict()
+    yield STATIC, best.pop("seconds"), {"settings": best}
     yield BY_EXIT, sum(clairvoyant(trace, grid, ("exit",)) for trace in traces), {}
     yield CLAIRVOYANT, sum(clairvoyant(trace, grid) for trace in traces), {}
 
 
-def render(record: dict[str, Any]) -> str:
-    """Tables per length: speedups by task at the first head cost, means by head cost, and ratios to the bounds."""
-    config, parts = record["config"], list[str]()
-    for task in record["tasks"]:
-        name = (task["model"] or {}).get("model", "traces from a file")
-        tokens = f"{task['num_prompts']} prompts, {task['num_tokens']} tokens"
-        sampling = "sampled" if task["is_sampled"] else "greedy"
-        start = ", from the statistics stored with it" if task["has_prior"] and config["prior"] == STORED else ""
-        parts.append(f"{task['name']}: {name}, {task['num_layers']} layers, {tokens}, {sampling}{start}")
-    for length in config["lengths"]:
-        sections = [section for section in record["sections"] if section["length"] == length]
-        parts += _length_tables(length, sections)
+def render(tasks: Sequence[Recorded], sections: Sequence[dict[str, Any]], config: ReplayConfig) -> str:
+    """A table per length: speedups over plain decoding by task, their mean, and its share of the bounds."""
+    parts = list[str]()
+    for task in tasks:
+        about = task.as_dict()
+        name = (task.model or {}).get("model", "traces from a file")
+        tokens = f"{about['num_prompts']} prompts, {about['num_tokens']} tokens"
+        sampling = "sampled" if about["is_sampled"] else "greedy"
+        start = ", from the statistics stored with it" if about["has_prior"] and config.prior == STORED else ""
+        parts.append(f"{task.name}: {name}, {about['num_layers']} layers, {tokens}, {sampling}{start}")
+    for section in sections:
+        rows = section["rows"]
+        bounds = {row["name"]: row["mean"] for row in rows if row["kind"] == "bound"}
+        columns = ["", *rows[0]["speedup"], "mean", *(f"of the {name}" for name in bounds)]
+        cells = [[*row["speedup"].values(), row["mean"], *(row["mean"] / of for of in bounds.values())] for row in rows]
+        body = [[row["name"], *(f"{cell:.3f}" for cell in own)] for row, own in zip(rows, cells, strict=True)]
+        parts.append(f"{section['length']} tokens; speedup over plain decoding in replay\n\n{table(columns, body)}")
     return "\n\n".join(parts)
 
 
-def _length_tables(length: int, sections: Sequence[dict[str, Any]]) -> Iterator[str]:
-    heads = [section["head_layers"] for section in sections]
-    names = list(sections[0]["rows"][0]["speedup"])
-    figures = [[row["name"], *row["speedup"].values(), row["mean"]] for row in sections[0]["rows"]]
-    title = f"{length} tokens, head: {heads[0]}; speedup over plain decoding in replay"
-    yield f"{title}\n\n{_table(['', *names, 'mean'], figures)}"
-    by_name = list(zip(*(section["rows"] for section in sections), strict=True))
-    if len(sections) > 1:
-        means = [[rows[0]["name"], *(row["mean"] for row in rows)] for rows in by_name]
-        yield f"{length} tokens: mean over tasks by cost of the head, in layers\n\n{_table(['', *heads], means)}"
-    bounds = [{row["name"]: row["mean"] for row in section["rows"]} for section in sections]
-    shares = [
-        [rows[0]["name"], *(_ratios(row["mean"], of) for row, of in zip(rows, bounds, strict=True))]
-        for rows in by_name
-        if rows[0]["kind"] == "policy"
-    ]
-    title = f"{length} tokens: the mean over that of the {STOPPED}, of the {BY_EXIT} and of the {CLAIRVOYANT}"
-    yield f"{title}; by cost of the head, in layers\n\n{_table(['', *heads], shares)}"
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    return table(columns, [[f"{cell:.3f}" if isinstance(cell, float) else cell for cell in row] for row in rows])
-
-
-def _ratios(mean: float, bounds: dict[str, float]) -> str:
-    return ", ".join(f"{mean / bounds[name]:.3f}" for name in (STOPPED, BY_EXIT, CLAIRVOYANT))
-
-
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; returns the exit code.
+    """Run the command, and print tables, then one JSON document as the last line; returns the exit code.
 
     Raises:
         ValueError, OSError, UnsupportedModelError: an option, file or model cannot be used.
     """
     parser = parser_of("replay", ReplayConfig, __doc__)
-    parser.add_argument("--traces", nargs="+", default=[], metavar="FILE", help="replay these; nothing is decoded")
-    parser.add_argument("--costs", metavar="FILE", help="JSON file of costs, instead of measuring them here")
+    add = parser.add_argument
+    text = "a task in addition to those of the configuration, or in place of the one of the same name"
+    add("--task", nargs=3, action="append", default=[], metavar=("NAME", "MODEL", "QUESTIONS"), help=text)
+    add("--traces", nargs="+", default=[], metavar="FILE", help="replay these; nothing is decoded")
+    add("--costs", metavar="FILE", help="JSON file of costs, instead of measuring them here")
+    add("--record-traces", metavar="FOLDER", help="save traces of plain outputs in this folder")
+    add("--output", metavar="FOLDER", help="also write replay.json and costs.json into this folder")
     options = parser.parse_args(arguments)
-    config = configured(ReplayConfig, options)
+    config = config_of(ReplayConfig, options.config, flags_given(options))
+    given = {name: Task(name, model, questions) for name, model, questions in options.task}
+    tasks_of = [*(task for task in config.tasks if task.name not in given), *given.values()]
+    config = replace(config, tasks=tasks_of)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    start = perf_counter()
 
-    def measure(say: Say, folder: Path | None) -> dict[str, Any]:
-        tasks = gather(config, options.traces, options.costs, options.record_traces, say)
-        sections = compare(tasks, config, say)
-        if folder is not None:
-            costs = {task.name: task.costs.as_dict() for task in tasks}
-            (folder / "costs.json").write_text(json.dumps(costs) + "\n", "utf-8")
-            plot_policies(max(sections, key=lambda s: s["length"])["rows"], folder / "policies.svg")
-        return {"benchmark": "replay", "tasks": [task.as_dict() for task in tasks], "sections": sections}
+    def say(text: str) -> None:
+        print(f"[{perf_counter() - start:5.0f} s] {text}", file=sys.stderr, flush=True)
 
-    return run_command(options, config, measure, render)
+    environment = machine()
+    tasks = gather(config, options.traces, options.costs, options.record_traces, say)
+    sections = compare(tasks, config, say)
+    record = {"environment": environment, "config": asdict(config), "tasks": [task.as_dict() for task in tasks]}
+    document = json.dumps(rounded({**record, "sections": sections, "seconds": perf_counter() - start}))
+    if options.output:
+        folder = Path(options.output)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "costs.json").write_text(json.dumps({task.name: task.costs.as_dict() for task in tasks}), "utf-8")
+        (folder / "replay.json").write_text(document + "\n", "utf-8")
+    print(render(tasks, sections, config), end="\n\n")
+    print(document)
+    return 0

@@ -2,9 +2,8 @@
 
 Every policy gets the same prompts, output lengths and arrival times. The rates are shares of the requests per second
 that the first policy completes when all arrive at once. Loads are interleaved: at each rate, every policy in turn, by a
-server of its own. `--server URL` measures a server that runs already, of any engine; `--simulate` serves in virtual
-time, at the costs of a GPU or of a file, without a model. The folder has a line per load, and a run that was stopped is
-resumed by the same command. Tables go to standard output, progress to standard error.
+server of its own. `--server URL` measures a server that runs already, of any engine. The folder has a line per load,
+and a run that was stopped is resumed by the same command. Tables go to standard output, progress to standard error.
 """
 
 from __future__ import annotations
@@ -25,10 +24,8 @@ from eval.replay import parse_policy
 from eval.serve_client import Live
 from eval.serve_load import arrival_times, as_rows, figures_of, parse_goals
 from eval.serve_report import plot, render, summarise
-from eval.serve_simulate import Simulated
-from eval.serve_synthetic import GPUS
 from eval.session import Resumable
-from train.configuration import check, check_known, check_least, flags_given, option
+from train.configuration import check, check_least, flags_given, option
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +65,11 @@ class ServeConfig(Common):
     warmups: int = option(4, "Requests before every load, one at a time, that are not counted.")
     time_limit: float = option(600.0, "Seconds of a request, after which it counts as failed.")
     start_limit: float = option(300.0, "Seconds in which a server must be ready.")
-    simulate: bool = option(False, "Serve in virtual time.")
-    shape: str = option("llama-3-8b", "Simulated model: a shape of eval.synthetic or a config.json.")
-    gpu: str = option("h200", f"Simulated device, whose costs are computed: {', '.join(GPUS)}.")
-    costs: str = option("", "JSON file with the costs to simulate at, such as `replay --output` writes.", is_file=bool)
-    acceptance: float = option(0.8, "Mean acceptance at a quarter of the layers of random simulated outputs.")
-    traces: str = option("", "File of `replay --record-traces` to simulate instead of random outputs.", is_file=bool)
-    max_batch_size: int = option(64, "Simulated rows decoded together.")
-    max_cached_tokens: int = option(0, "Simulated cached tokens; 0: no limit.")
-    exit_layer: int = option(0, "Exit layer of simulated policies that do not choose it; 0: a quarter of the layers.")
-    num_speculative_tokens: int = option(0, "Draft length of such policies; 0: 4.")
     output: str = option("", "Run folder; empty: runs/ and the configuration's name.")
 
     def __post_init__(self) -> None:
-        check_least(self, 1, "num_requests", "vocab_size", "max_batch_size")
-        check_least(self, 0, "seed", "warmups", "max_cached_tokens", "exit_layer", "num_speculative_tokens")
+        check_least(self, 1, "num_requests", "vocab_size")
+        check_least(self, 0, "seed", "warmups")
         for name in ("prompt_tokens", "output_tokens"):
             least = getattr(self, name)
             fits = len(least) == 2 and 1 <= least[0] <= least[1]
@@ -94,12 +81,9 @@ class ServeConfig(Common):
         for name in ("rates", "loads", "burstiness"):
             values = getattr(self, name)
             check(all(0 < v < inf for v in values), name, "numbers above 0", list(values))
-        check(0 < self.acceptance < 1, "acceptance", "above 0 and below 1", self.acceptance)
         check(self.time_limit > 0 and self.start_limit > 0, "time_limit and start_limit", "above 0", self.time_limit)
-        check_known("gpu", self.gpu, GPUS)
         parse_goals(self.goodput)
         if self.server:
-            check(not self.simulate, "server", "left out where simulate is on", self.server)
             check(len(self.policies) == 1, "policies", "one name for the running server", list(self.policies))
             return
         for name in self.policies:
@@ -118,7 +102,7 @@ class Session(Resumable[ServeConfig]):
 
     def __init__(self, config: ServeConfig) -> None:
         super().__init__(config, config.output)
-        self.source: Live | Simulated = Simulated(config) if config.simulate else Live(config, self.folder)
+        self.source = Live(config, self.folder)
 
     def run(self) -> None:
         """Serve all loads; those of a rate by every policy in turn."""

@@ -1,24 +1,15 @@
-"""Tasks (a model and its questions) for `replay` and `live`, and the parts that both commands share."""
+"""Tasks of `python -m eval replay`: a model and its questions, recorded as traces."""
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import json
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
-from time import perf_counter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import torch
-
-from eval import config as configuration
 from eval import measurement
-from eval.config import Common, config_of
-from eval.figures import check_plots
+from eval.config import Common
 from eval.measurement import Say
 from eval.models import Ids, decode, measured_costs, open_llm, with_policy
 from eval.questions import encode, is_file, read_questions
@@ -28,9 +19,9 @@ from eval.traces import Trace, load, save
 from selfspec import LLM, SamplingParams
 from selfspec.control.acceptance import is_prior
 from selfspec.control.costs import Costs
-from train.configuration import check, check_least, flags_given, option
+from train.configuration import check, check_least, option
 
-MEASURED, STORED = "measured", "stored"
+STORED = "stored"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,31 +34,13 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class TaskConfig(Common):
-    """The options that `replay` and `live` share."""
-
-    tasks: list[Task] = option([], "Tasks, each with a name, a model and a question file.")
-
-
-Config = TypeVar("Config", bound=TaskConfig)
-
-
-def check_tasks(config: TaskConfig) -> None:
-    """ValueError unless the tasks have different names."""
-    names = [task.name for task in config.tasks]
-    check(len(set(names)) == len(names) and all(names), "tasks", "of different names", names)
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayConfig(TaskConfig):
+class ReplayConfig(Common):
     """The configuration of `python -m eval replay`."""
 
+    tasks: list[Task] = option([], "Tasks, each with a name, a model and a question file.")
     lengths: tuple[int, ...] = option((128, 512), "Tokens per prompt, limited by the model's context.")
     temperature: float = option(0.0, "Sampling temperature of the outputs; 0 is greedy.")
     seed: int = option(0, "Seed of the first prompt's sampled output; the next prompt has the next seed.")
-    head_layers: tuple[str, ...] = option(
-        (MEASURED, "0", "0.5", "1", "2", "4"), "Costs of the output head, in layers; 'measured': as on this machine."
-    )
     policies: tuple[str, ...] = option((), "Policies to compare, such as adaptive:exit+copies; empty: all.")
     prior: str = option(STORED, "Acceptance statistics at a policy's start: 'stored' with its model, or 'none'.")
     exit_layer: int = option(0, "Exit layer of policies that do not choose it; 0: stored with the model, or a quarter.")
@@ -75,23 +48,15 @@ class ReplayConfig(TaskConfig):
     repeats: int = option(15, "How often every piece of a round is timed.")
 
     def __post_init__(self) -> None:
-        check_tasks(self)
+        names = [task.name for task in self.tasks]
+        check(len(set(names)) == len(names) and all(names), "tasks", "of different names", names)
         check_least(self, 0, "threads", "num_questions", "exit_layer", "num_speculative_tokens", "temperature")
         check_least(self, 1, "repeats")
         fits = bool(self.lengths) and all(n >= 1 for n in self.lengths)
         check(fits, "lengths", "numbers of at least 1", list(self.lengths))
-        fits = bool(self.head_layers) and all(map(_is_head, self.head_layers))
-        check(fits, "head_layers", f"numbers of at least 0, or {MEASURED!r}", list(self.head_layers))
         check(self.prior in (STORED, "none"), "prior", f"{STORED!r} or 'none'", self.prior)
         for name in self.policies:
             parse_policy(name)
-
-
-def _is_head(text: str) -> bool:
-    try:
-        return text == MEASURED or (isfinite(float(text)) and float(text) >= 0)
-    except ValueError:
-        return False
 
 
 class Recorded(NamedTuple):
@@ -119,7 +84,7 @@ class Recorded(NamedTuple):
         }
 
 
-def open_task(task: Task, config: TaskConfig, say: Say) -> tuple[LLM, Ids]:
+def open_task(task: Task, config: ReplayConfig, say: Say) -> tuple[LLM, Ids]:
     """Open the task's model and encode its prompts.
 
     Raises:
@@ -142,12 +107,6 @@ def trace_of(llm: LLM, prompt: Sequence[int], num_tokens: int, params: SamplingP
     return record(split, prompt, answer.token_ids, params, task)
 
 
-def save_traces(traces: Sequence[Trace], folder: str, task: str, prior: Any) -> None:
-    """Write traces and acceptance statistics to FOLDER/TASK.npz."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    save(traces, Path(folder) / f"{task}.npz", prior)
-
-
 def gather(
     config: ReplayConfig, traces: Sequence[str], costs: str | None, folder: str | None, say: Say
 ) -> list[Recorded]:
@@ -162,6 +121,8 @@ def gather(
         ValueError: a file cannot be read, or a task has no costs or those of another model.
     """
     given = read_costs(costs) if costs else {}
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
     recorded: dict[str, list[Trace]] = {}
     priors: dict[str, Any] = {}
     for path in traces:
@@ -180,7 +141,7 @@ def gather(
             raise ValueError(f"the task {name!r} has no costs: give --costs FILE, or --task {name} MODEL QUESTIONS")
         done.append(_record_task(tasks[name], config, recorded.get(name), own, say))
         if folder and name not in recorded:
-            save_traces(done[-1].traces, folder, name, done[-1].prior)
+            save(done[-1].traces, Path(folder) / f"{name}.npz", done[-1].prior)
     if not done:
         raise ValueError("there is nothing to replay: give tasks in the configuration, or --traces FILE")
     return done
@@ -229,69 +190,3 @@ def read_costs(path: str) -> dict[str, Costs]:
         return {"": Costs.from_dict(content)}
     except (OSError, ValueError) as problem:
         raise ValueError(f"cannot read the costs {path!r}: {problem}") from problem
-
-
-def parser_of(name: str, kind: type[TaskConfig], description: str) -> argparse.ArgumentParser:
-    """The command line of `python -m eval NAME`: a flag for every key of its configuration, and those for files."""
-    parser = configuration.parser_of(name, kind, description)
-    add = parser.add_argument
-    text = "a task in addition to those of the configuration, or in place of the one of the same name"
-    names: Any = ("NAME", "MODEL", "QUESTIONS")
-    add("--task", nargs=3, action="append", default=[], metavar=names, help=text)
-    add("--output", metavar="FOLDER", help=f"also write {name}.json and plots into this folder")
-    add("--record-traces", metavar="FOLDER", help="save traces of plain outputs in this folder")
-    add("-q", "--json-only", action="store_true", help="print only the JSON document, no tables and no progress")
-    return parser
-
-
-def configured(kind: type[Config], options: argparse.Namespace) -> Config:
-    """The configuration file's values, replaced by those of the command line; `--task` adds tasks.
-
-    Raises:
-        ValueError: see `eval.config.config_of`.
-    """
-    config = config_of(kind, options.config, flags_given(options))
-    given = [Task(*each) for each in options.task]
-    names = {task.name for task in given}
-    return dataclasses.replace(config, tasks=[*(task for task in config.tasks if task.name not in names), *given])
-
-
-Record = dict[str, Any]
-
-
-def run_command(
-    options: argparse.Namespace,
-    config: TaskConfig,
-    measure: Callable[[Say, Path | None], Record],
-    render: Callable[[Record], str],
-) -> int:
-    """Measure, write the record and print it: tables, then one JSON document as the last line.
-
-    Args:
-        measure: makes the record, given a printer of progress and the output folder or None.
-        render: makes the tables from the record.
-    """
-    start = perf_counter()
-
-    def say(text: str) -> None:
-        if not options.json_only:
-            print(f"[{perf_counter() - start:5.0f} s] {text}", file=sys.stderr, flush=True)
-
-    folder = Path(options.output) if options.output else None
-    if folder is not None:
-        check_plots()
-        folder.mkdir(parents=True, exist_ok=True)
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    environment = measurement.machine()
-    found = measure(say, folder)
-    environment["load_average_at_end"] = measurement.load_average()
-    record = {"environment": environment, "config": dataclasses.asdict(config), **found}
-    record["seconds"] = round(perf_counter() - start, 1)
-    document = json.dumps(measurement.rounded(record))
-    if folder is not None:
-        (folder / f"{record['benchmark']}.json").write_text(document + "\n", "utf-8")
-    if not options.json_only:
-        print(render(record), end="\n\n")
-    print(document)
-    return 0

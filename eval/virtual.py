@@ -1,4 +1,4 @@
-"""What `python -m eval serve --simulate` stands on without a device: a GPU's cost table, and traces of set acceptance.
+"""A device that is not here: a GPU's cost table, and traces of random outputs whose acceptance is set.
 
 Costs are computed, not measured. For a layer, and for the head, over n tokens:
 
