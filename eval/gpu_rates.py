@@ -20,7 +20,7 @@ from selfspec.core import Plan, RoundOutput
 from selfspec.decoding.engine import LLMEngine
 from selfspec.executors.cuda.body_choice import replay_seconds
 from selfspec.executors.cuda.device_work import current, fastest
-from selfspec.executors.cuda.fused_body import FusedBody
+from selfspec.executors.cuda.fused_body import FusedBody, Products
 from selfspec.executors.cuda.rounds import RoundRow, StaticRows
 from selfspec.executors.cuda.skinny_body import SkinnyBody, unserved
 from selfspec.kernels.checks import SKINNY_ROWS
@@ -222,7 +222,7 @@ def launches(split: SplitModel, counts: Sequence[int] = (1, 5, 32, 160)) -> dict
     runner, body = split.runner, split.recorded
     if runner is None or not isinstance(body, FusedBody):
         raise ValueError("launches are timed of fused layers in recordings, which do not run here")
-    found, kernels, products = dict[str, dict[str, float]](), runner.kernels, body.by_name
+    found, kernels = dict[str, dict[str, float]](), runner.kernels
     norm, activation = body.weights.layers[0].norm, body.weights.activation
 
     def micros(work: Callable[[int], Tensor]) -> float:
@@ -247,7 +247,7 @@ def launches(split: SplitModel, counts: Sequence[int] = (1, 5, 32, 160)) -> dict
         for count in counts:
             hidden = torch.randn(count, split.config.hidden_size, device=split.device).to(split.dtype)
             own = found[str(count)] = {"add_norm": micros(lambda at, x=hidden: kernels.add_norm(x, x, norm)[0])}
-            for name, linears in products.items():
+            for name, *linears in zip(Products._fields, *body.products, strict=True):
                 size = linears[0].linears[0].weight.shape[1]
                 x = torch.randn(count, size, device=split.device).to(split.dtype)
                 own[name] = micros(lambda at, x=x, linears=linears: body.product(linears[at], x))
@@ -267,30 +267,20 @@ def five_launches(split: SplitModel, body: FusedBody, hidden: Tensor) -> dict[st
     """
     runner, five = split.runner, SkinnyBody(body)
     assert runner is not None
-    kernels, products, layers, dim = runner.kernels, body.by_name, body.weights.layers, body.weights.head_dim
+    kernels, products = runner.kernels, body.products
     cache = runner.new_cache(len(hidden), HELD)
     spans = [Span([row], HELD - 1, 1) for row in range(len(hidden))]
     rows = StaticRows(cache, layout_of(PackedRows(cache, spans, split.device)), kernels)
     squares = kernels.squares_of(hidden)
     qkv, gated = five.qkv(0, hidden, squares), five.gated(0, hidden, squares)
-    attended = five.attention(rows, 0, qkv)
-
-    def attention(at: int) -> Tensor:
-        key = qkv.unflatten(1, (-1, dim))[:, : len(layers[at].k.weight) // dim]
-        pages, layout = cache.layer(layers[at].layer_idx, key, key), rows.layout
-        angles = five.angles(rows, at)
-        queries = kernels.rotate(
-            qkv, *pages, layout.slots, layout.positions, *angles, layers[at].q_norm, layers[at].k_norm
-        )
-        return kernels.attend(queries, *pages, layout, layers[at].scale, layers[at].window)
-
+    attended = five.rotate_attend(rows, 0, qkv)
     return {
-        "rotate, attend": attention,
+        "rotate, attend": lambda at: five.attention(rows, at, qkv),
         "five: norm, qkv": lambda at: five.qkv(at, hidden, squares),
-        "five: rotate, attend": lambda at: five.attention(rows, at, qkv),
-        "five: o, add": lambda at: five.add(products["o"][at], attended, hidden)[0],
+        "five: rotate, attend": lambda at: five.rotate_attend(rows, at, qkv),
+        "five: o, add": lambda at: five.add(products[at].o, attended, hidden)[0],
         "five: norm, gate, up": lambda at: five.gated(at, hidden, squares),
-        "five: down, add": lambda at: five.add(products["down"][at], gated, hidden)[0],
+        "five: down, add": lambda at: five.add(products[at].down, gated, hidden)[0],
     }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from selfspec.kernels.layout import CONTENT, GIVEN, LAST, REMAINING, Layout, Norm, SamplingTensors
+from selfspec.kernels.layout import CONTENT, GIVEN, LAST, REMAINING, Layout, Norm, Rotation, SamplingTensors
 
 INT32, INT64, FLOAT32 = torch.int32, torch.int64, torch.float32
 LAYER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of fused layers, which compute in float32
@@ -159,19 +159,9 @@ def check_add_norm(hidden: Tensor, branch: Tensor | None, norm: Norm | None, pos
             require.dense(f"{name}.weight", one.weight, hidden.dtype, hidden.shape[1])
 
 
-def check_rotate(
-    qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_norm: Norm | None,
-    k_norm: Norm | None,
-) -> None:
+def check_rotate(qkv: Tensor, keys: Tensor, values: Tensor, layout: Layout, rotation: Rotation) -> None:
     """Raise ValueError for arguments that `fused_layer.rotate` does not accept."""
-    require = Requirements("rotate", qkv.device)
+    require, (cos, sin, q_norm, k_norm) = Requirements("rotate", qkv.device), rotation
     require.holds("qkv", "[N, (heads + 2 * kv_heads) * head_dim]", list(qkv.shape), qkv.dim() == 2)
     require.holds("keys", "[pages, page_size, kv_heads, head_dim]", list(keys.shape), keys.dim() == 4)
     _check_layer_dtype(require, "qkv", qkv)
@@ -181,8 +171,8 @@ def check_rotate(
     require.lines("qkv", qkv, qkv.dtype, count, width)
     require.dense("keys", keys, qkv.dtype, *keys.shape)
     require.dense("values", values, qkv.dtype, *keys.shape)
-    require.dense("slots", slots, INT64, count)
-    require.dense("positions", positions, INT64, count)
+    require.dense("slots", layout.slots, INT64, count)
+    require.dense("positions", layout.positions, INT64, count)
     require.holds("cos", "[positions, head_dim / 2]", list(cos.shape), cos.dim() == 2)
     require.dense("cos", cos, qkv.dtype, cos.shape[0], dim // 2)
     require.dense("sin", sin, qkv.dtype, cos.shape[0], dim // 2)
@@ -194,26 +184,17 @@ def check_rotate(
 
 
 def check_rotate_attend(
-    qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    layout: Layout,
-    cos: Tensor,
-    sin: Tensor,
-    counters: Tensor,
-    q_norm: Norm | None,
-    k_norm: Norm | None,
+    qkv: Tensor, keys: Tensor, values: Tensor, layout: Layout, rotation: Rotation, counters: Tensor
 ) -> None:
     """Raise ValueError for arguments that `layer_attention.rotate_attend` does not accept."""
-    check_rotate(qkv, keys, values, layout.slots, layout.positions, cos, sin, q_norm, k_norm)
+    check_rotate(qkv, keys, values, layout, rotation)
     dim = keys.shape[3]
     check_attend(qkv.unflatten(1, (-1, dim))[:, : qkv.shape[1] // dim - 2 * keys.shape[2]], keys, values, layout, None)
     require = Requirements("rotate_attend", qkv.device)
     require.dense("counters", counters, INT32, counters.numel())
     least = len(layout.counts) * layout.most_new * keys.shape[2]
     require.holds("counters", f"at least {least} numbers", len(counters), len(counters) >= least)
-    if q_norm is not None:
-        require.holds("q_norm.offset", "0", q_norm.offset, q_norm.offset == 0.0)
+    require.holds("q_norm.offset", "0", rotation.offset, rotation.offset == 0.0)
 
 
 def check_gate(gate_up: Tensor, activation: str) -> None:

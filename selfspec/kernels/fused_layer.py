@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from selfspec.kernels.checks import check_add_norm, check_gate, check_rotate
-from selfspec.kernels.layout import Norm
+from selfspec.kernels.layout import Layout, Norm, Rotation
 
 ELEMENTS = 512  # elements of a row per warp
 GATE_BLOCK = 1024  # elements per program of the gate
@@ -94,17 +94,7 @@ def _rounded(x, kind: tl.constexpr):
     return x.to(kind).to(tl.float32)
 
 
-def rotate(
-    qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_norm: Norm | None = None,
-    k_norm: Norm | None = None,
-) -> Tensor:
+def rotate(qkv: Tensor, keys: Tensor, values: Tensor, layout: Layout, rotation: Rotation) -> Tensor:
     """Rotate the queries and keys of N tokens, and write keys and values to the cache.
 
     Rounding is that of the model's modules: each product with cos or sin is rounded to the dtype, and so is their sum.
@@ -114,12 +104,8 @@ def rotate(
             bfloat16 or float16.
         keys: pages of keys, `[pages, page_size, kv_heads, head_dim]`.
         values: pages of values, of the same shape.
-        slots: int64 `[N]`, page * page_size + offset of each token; nothing is written for tokens with a negative slot.
-        positions: int64 `[N]`, the line of each token in the tables.
-        cos: `[positions, head_dim / 2]`, in the dtype of `qkv`.
-        sin: of the same shape.
-        q_norm: a norm of each query head before the rotation, with a weight `[head_dim]`.
-        k_norm: a norm of each key head; both norms are given or none, with equal eps and offset.
+        layout: of the call. Its `slots` and `positions` are read, the latter as lines of the tables.
+        rotation: in the dtype of `qkv`.
 
     Returns:
         The rotated queries, `[N, heads, head_dim]`.
@@ -127,18 +113,18 @@ def rotate(
     Raises:
         ValueError: an argument has the wrong dtype, shape, layout or device; see `checks.check_rotate`.
     """
-    check_rotate(qkv, keys, values, slots, positions, cos, sin, q_norm, k_norm)
+    check_rotate(qkv, keys, values, layout, rotation)
     count, (kv_heads, dim) = len(qkv), keys.shape[2:]
     heads = qkv.shape[1] // dim - 2 * kv_heads
     queries = qkv.new_empty((count, heads, dim))
     if count == 0:
         return queries
     block = triton.next_power_of_2(dim // 2)
-    eps, offset = q_norm[1:] if q_norm else (0.0, 0.0)
+    cos, sin, q_norm, k_norm = rotation
     _rotate[(count, heads + 2 * kv_heads)](
-        qkv, queries, keys, values, slots, positions, cos, sin, q_norm and q_norm.weight, k_norm and k_norm.weight,
-        qkv.stride(0), eps, offset,
-        HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=block, TWICE=offset == 0.0, num_warps=1,
+        qkv, queries, keys, values, layout.slots, layout.positions, cos, sin,
+        q_norm and q_norm.weight, k_norm and k_norm.weight, qkv.stride(0), rotation.eps, rotation.offset,
+        HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=block, TWICE=rotation.offset == 0.0, num_warps=1,
     )  # fmt: skip
     return queries
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from selfspec.kernels.attention_splits import tile_splits, tiling_of
 from selfspec.kernels.checks import check_rotate_attend
-from selfspec.kernels.layout import LEAST_TILE, SPLIT, Layout, Norm
+from selfspec.kernels.layout import LEAST_TILE, SPLIT, Layout, Rotation
 from selfspec.kernels.paged_attention import _over_pages, _zero_padding
 from selfspec.kernels.skinny_products import _tree_sum
 
@@ -24,24 +24,15 @@ NEW = 16  # new tokens that are rotated at once
 
 
 def rotate_attend(
-    qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    layout: Layout,
-    cos: Tensor,
-    sin: Tensor,
-    scale: float,
-    counters: Tensor,
+    qkv: Tensor, keys: Tensor, values: Tensor, layout: Layout, rotation: Rotation, scale: float, counters: Tensor,
     window: int | None = None,
-    q_norm: Norm | None = None,
-    k_norm: Norm | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Rotate the queries and keys of N tokens, write keys and values to the cache, and attend over each token's row.
 
     Rounding is that of `fused_layer.rotate` and `paged_attention.attend`.
 
     Args:
-        qkv, keys, values, cos, sin, q_norm, k_norm: see `fused_layer.rotate`; norms have no offset.
+        qkv, keys, values, rotation: see `fused_layer.rotate`; norms have no offset.
         layout: the rows of the call; the positions of a row's new tokens are the last ones that it holds.
         scale: factor of the scores.
         counters: int32, zeros, one for each slot, each of its `most_new` tokens and each key head at least; zeros again
@@ -54,7 +45,7 @@ def rotate_attend(
     Raises:
         ValueError: an argument has the wrong dtype, shape, layout or device; see `checks.check_rotate_attend`.
     """
-    check_rotate_attend(qkv, keys, values, layout, cos, sin, counters, q_norm, k_norm)
+    check_rotate_attend(qkv, keys, values, layout, rotation, counters)
     (count, width), (_, page_size, kv_heads, dim) = qkv.shape, keys.shape
     heads = width // dim - 2 * kv_heads
     out = qkv.new_empty((count, heads, dim))
@@ -66,11 +57,12 @@ def rotate_attend(
     most = tiling.splits.most
     partial = qkv.new_empty((most, count, heads, dim), dtype=torch.float32)
     tops, totals = qkv.new_empty((2, most, count, heads), dtype=torch.float32)
+    cos, sin, q_norm, k_norm = rotation
     _rotate_attend[(tiling.tiles + 1, kv_heads, most)](
         qkv, keys, values, out, partial, tops, totals, counters, cos, sin,
         q_norm and q_norm.weight, k_norm and k_norm.weight,
         layout.starts, layout.counts, layout.lengths, layout.pages, layout.rows, layout.slots,
-        scale, q_norm.eps if q_norm else 0.0, window or 0, count, qkv.stride(0), layout.pages.stride(0), tiling.blocks,
+        scale, rotation.eps, window or 0, count, qkv.stride(0), layout.pages.stride(0), tiling.blocks,
         HEADS=heads, SHARE=share, DIM=dim, PAGE_SIZE=page_size, KV_HEADS=kv_heads, ROWS=tiling.rows,
         QUERIES=tiling.queries, BLOCK_D=tiling.block_d, LEVELS=tiling.block_d.bit_length() - 1, BLOCK_N=tiling.block_n,
         SPLIT=SPLIT, NEW=NEW, WINDOW=window is not None, UPCAST=triton.knobs.runtime.interpret,

@@ -1,4 +1,4 @@
-"""`Layout`: the description of a packed call in tensors, which recorded graphs can read; and a norm's numbers."""
+"""`Layout`: the description of a packed call in tensors, which recorded graphs can read; and what else kernels take."""
 
 from __future__ import annotations
 
@@ -19,6 +19,23 @@ class Norm(NamedTuple):
     weight: Tensor
     eps: float
     offset: float = 0.0  # 1 in Gemma
+
+
+class Rotation(NamedTuple):
+    """How a layer norms and rotates its queries and keys. Both norms are given or none, with equal eps and offset."""
+
+    cos: Tensor  # [positions, head_dim / 2]; both halves of a head have the same angles
+    sin: Tensor  # of the same shape
+    q_norm: Norm | None = None  # of each query head, [head_dim]
+    k_norm: Norm | None = None  # of each key head
+
+    @property
+    def eps(self) -> float:
+        return self.q_norm.eps if self.q_norm else 0.0
+
+    @property
+    def offset(self) -> float:
+        return self.q_norm.offset if self.q_norm else 0.0
 
 
 class Layout(NamedTuple):

@@ -46,6 +46,7 @@ from selfspec.kernels.layout import (
     Layout,
     Norm,
     Prepared,
+    Rotation,
     SamplingTensors,
     Step,
 )
@@ -220,26 +221,16 @@ def _normed(x: Tensor, norm: Norm) -> Tensor:
     return norm.weight * high.to(x.dtype)
 
 
-def rotate(
-    qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_norm: Norm | None = None,
-    k_norm: Norm | None = None,
-) -> Tensor:
+def rotate(qkv: Tensor, keys: Tensor, values: Tensor, layout: Layout, rotation: Rotation) -> Tensor:
     """The reference of `selfspec.kernels.fused_layer.rotate`."""
-    check_rotate(qkv, keys, values, slots, positions, cos, sin, q_norm, k_norm)
-    kv_heads, dim = keys.shape[2:]
+    check_rotate(qkv, keys, values, layout, rotation)
+    (kv_heads, dim), (cos, sin, q_norm, k_norm) = keys.shape[2:], rotation
     lines = qkv.unflatten(1, (-1, dim))
     queries, key, value = lines.split([lines.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
     if q_norm is not None and k_norm is not None:
         queries, key = _normed(queries, q_norm), _normed(key, k_norm)
-    angles = cos[positions][:, None], sin[positions][:, None]
-    scatter(_rotated(key, *angles), value, keys, values, slots)
+    angles = cos[layout.positions][:, None], sin[layout.positions][:, None]
+    scatter(_rotated(key, *angles), value, keys, values, layout.slots)
     return _rotated(queries, *angles)
 
 
@@ -290,19 +281,9 @@ def squares_of(hidden: Tensor) -> Tensor:
 
 
 def rotate_attend(
-    qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    layout: Layout,
-    cos: Tensor,
-    sin: Tensor,
-    scale: float,
-    counters: Tensor,
+    qkv: Tensor, keys: Tensor, values: Tensor, layout: Layout, rotation: Rotation, scale: float, counters: Tensor,
     window: int | None = None,
-    q_norm: Norm | None = None,
-    k_norm: Norm | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The reference of `selfspec.kernels.layer_attention.rotate_attend`. It does not count."""
-    check_rotate_attend(qkv, keys, values, layout, cos, sin, counters, q_norm, k_norm)
-    queries = rotate(qkv, keys, values, layout.slots, layout.positions, cos, sin, q_norm, k_norm)
-    return attend(queries, keys, values, layout, scale, window)
+    check_rotate_attend(qkv, keys, values, layout, rotation, counters)
+    return attend(rotate(qkv, keys, values, layout, rotation), keys, values, layout, scale, window)

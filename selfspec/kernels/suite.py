@@ -42,11 +42,7 @@ class Kernels(NamedTuple):
     rotate_attend: Callable[..., Tensor]
 
 
-REFERENCE = Kernels(
-    "reference", reference.scatter, reference.attend, reference.pick, reference.prepare, reference.accept,
-    reference.advance, reference.add_norm, reference.rotate, reference.gate, reference.norm_product,
-    reference.gate_product, reference.product_add, reference.squares_of, reference.rotate_attend,
-)  # fmt: skip
+REFERENCE = Kernels("reference", *(getattr(reference, name) for name in Kernels._fields[1:]))
 
 
 @cache

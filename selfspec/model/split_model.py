@@ -34,8 +34,6 @@ Taps = dict[int, Tensor | None]  # number of layers -> hidden states after so ma
 class Layers(Protocol):
     """A faster implementation of layers than the views. The methods do what those of `SplitModel` do."""
 
-    @property
-    def num_bytes(self) -> int: ...
     def run(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None = None) -> Tensor: ...
     def refresh(self, deeply: bool = False) -> None: ...
 
@@ -43,6 +41,8 @@ class Layers(Protocol):
 class Body(Layers, Protocol):
     """A faster implementation of layers and head than the views. The methods do what those of `SplitModel` do."""
 
+    @property
+    def num_bytes(self) -> int: ...
     @property
     def is_rounded(self) -> bool: ...
     @property

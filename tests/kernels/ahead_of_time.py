@@ -32,7 +32,7 @@ from selfspec.kernels import (
     prepare_round,
     skinny_products,
 )
-from selfspec.kernels.layout import Norm
+from selfspec.kernels.layout import Norm, Rotation
 from tests.kernels import samples
 
 TYPES = {
@@ -172,10 +172,8 @@ def calls() -> dict[str, Callable[[], Any]]:
     def rotate(heads: int, kv_heads: int, dim: int, *norms: Norm) -> Callable[[], Any]:
         one = samples.paged([(70, 5)], heads, kv_heads, dim, 64, dtype=torch.bfloat16)
         qkv = torch.zeros(5, (heads + 2 * kv_heads) * dim, dtype=torch.bfloat16)
-        angles = torch.zeros(2, 128, dim // 2, dtype=torch.bfloat16)
-        return lambda: fused_layer.rotate(
-            qkv, one.keys, one.values, one.layout.slots, one.layout.positions, *angles, *norms
-        )
+        rotation = Rotation(*angles_of(dim), *norms)
+        return lambda: fused_layer.rotate(qkv, one.keys, one.values, one.layout, rotation)
 
     def gate(inner: int, activation: str) -> Callable[[], Any]:
         return lambda: fused_layer.gate(torch.zeros(2, 2 * inner, dtype=torch.bfloat16), activation)
@@ -196,10 +194,11 @@ def calls() -> dict[str, Callable[[], Any]]:
         heads: int, kv_heads: int, dim: int, new: int, window: int | None, *norms: Norm
     ) -> Callable[[], Any]:
         one = samples.paged([(70, new)], heads, kv_heads, dim, 64, dtype=torch.bfloat16)
-        qkv, angles = torch.zeros(new, (heads + 2 * kv_heads) * dim, dtype=torch.bfloat16), angles_of(dim)
+        qkv = torch.zeros(new, (heads + 2 * kv_heads) * dim, dtype=torch.bfloat16)
+        rotation = Rotation(*angles_of(dim), *norms)
         layout, counters = one.layout._replace(most_tokens=4096), torch.zeros(512, dtype=torch.int32)
         return lambda: layer_attention.rotate_attend(
-            qkv, one.keys, one.values, layout, *angles, dim**-0.5, counters, window, *norms
+            qkv, one.keys, one.values, layout, rotation, dim**-0.5, counters, window
         )
 
     def angles_of(dim: int) -> Tensor:

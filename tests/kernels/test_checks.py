@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from selfspec.kernels.layout import Norm
+from selfspec.kernels.layout import Norm, Rotation
 from selfspec.kernels.suite import REFERENCE, has_triton, triton_kernels
 from tests.kernels import samples
 
@@ -39,9 +39,8 @@ def calls():
     norms = [Norm(torch.ones(8), 1e-6) for _ in range(4)]
     hidden = torch.randn(4, 8)
     rotate = {
-        "qkv": torch.randn(4, 64), "keys": paged.keys, "values": paged.values, "slots": paged.layout.slots,
-        "positions": paged.layout.positions, "cos": torch.randn(30, 4), "sin": torch.randn(30, 4),
-        "q_norm": norms[0], "k_norm": norms[1],
+        "qkv": torch.randn(4, 64), "keys": paged.keys, "values": paged.values, "layout": paged.layout,
+        "rotation": Rotation(torch.randn(30, 4), torch.randn(30, 4), *norms[:2]),
     }  # fmt: skip
     return {
         "add_norm": {"hidden": hidden, "branch": hidden, "norm": norms[2], "post": norms[3]},
@@ -99,6 +98,7 @@ FAULTS = {
     "device": lambda one: one.to("meta"),
     "shape": lambda one: torch.cat([one, one[..., :1]], -1),
 }
+UNREAD = {"attend": ["slots"], "rotate": ["starts", "counts", "lengths", "pages", "rows"]}  # fields of the layout
 HARMLESS = {
     ("shape", "eos"),
     ("shape", "pages"),
@@ -114,7 +114,7 @@ HARMLESS = {
 def test_tensors_that_would_be_misread_are_refused_by_name(suite, kernel, fault):
     given = calls()[kernel]
     for path in [(name, *inner) for name, value in given.items() for inner in paths(value)]:
-        if (kernel, path[-1]) == ("attend", "slots") or (fault, path[-1]) == ("device", "gate_up"):
+        if path[-1] in UNREAD.get(kernel, ()) or (fault, path[-1]) == ("device", "gate_up"):
             continue  # it is not read; the only tensor of a kernel may be on any device
         wrong = changed(calls()[kernel], path, FAULTS[fault])
         if (fault, path[-1]) in HARMLESS:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from selfspec.kernels import reference
-from selfspec.kernels.layout import Norm
+from selfspec.kernels.layout import Norm, Rotation
 from tests.kernels import samples
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -31,13 +31,13 @@ def a_call(rows, heads, kv_heads, dim, dtype, padding=0, has_norms=False, seed=0
     angle = torch.rand(call.layout.most_tokens, dim // 2) * 6
     norms = [Norm(torch.randn(dim).mul(0.1).add(1.0).to(dtype), 1e-5) for _ in range(2)] if has_norms else [None, None]
     counters = torch.zeros(len(call.layout.counts) * call.layout.most_new * kv_heads, dtype=torch.int32)
-    given = (call.layout, angle.cos().to(dtype), angle.sin().to(dtype), dim**-0.5, counters)
-    return qkv, (call.keys, call.values), given, norms
+    rotation = Rotation(angle.cos().to(dtype), angle.sin().to(dtype), *norms)
+    return qkv, (call.keys, call.values), (call.layout, rotation, dim**-0.5, counters)
 
 
-def results(run, qkv, pages, given, window, norms):
+def results(run, qkv, pages, given, window=None):
     written = [one.clone() for one in pages]
-    return [run(qkv, *written, *given, window, *norms), *written]
+    return [run(qkv, *written, *given, window), *written]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -45,20 +45,20 @@ def results(run, qkv, pages, given, window, norms):
 @pytest.mark.parametrize(("window", "has_norms"), [(None, False), (70, True)])
 def test_it_is_rotation_write_and_attention(rows, heads, window, has_norms, dtype):
     call = a_call(rows, *heads, dtype, padding=1, has_norms=has_norms)
-    got = results(rotate_attend, *call[:3], window, call[3])
-    wanted = results(reference.rotate_attend, *call[:3], window, call[3])
+    got = results(rotate_attend, *call, window)
+    wanted = results(reference.rotate_attend, *call, window)
     rounding = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
     for one, other in zip(got[1:], wanted[1:], strict=True):  # what is written: one rounding of each number
         torch.testing.assert_close(one, other, rtol=rounding, atol=rounding, equal_nan=True)
     torch.testing.assert_close(got[0], wanted[0], rtol=rounding, atol=2 * rounding)
     assert not got[0][call[2][0].rows < 0].any(), "zeros for padding"
-    assert not call[2][4].any(), "counters are zeros again"
+    assert not call[2][3].any(), "counters are zeros again"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_it_does_not_matter_which_program_ends_last(dtype, monkeypatch):
     call = a_call(RAGGED, 4, 2, 16, dtype)
-    wanted = results(rotate_attend, *call[:3], None, call[3])
+    wanted = results(rotate_attend, *call)
     builder, places = type(interpreter.interpreter_builder), []
 
     def backwards(self, x, y, z, set_place=builder.set_grid_idx):
@@ -66,10 +66,10 @@ def test_it_does_not_matter_which_program_ends_last(dtype, monkeypatch):
         set_place(self, x, y, self.grid_dim[2] - 1 - z)
 
     monkeypatch.setattr(builder, "set_grid_idx", backwards)
-    got = results(rotate_attend, *call[:3], None, call[3])
+    got = results(rotate_attend, *call)
     assert max(places) >= 2, "there are several splits"
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(got, wanted, strict=True))
-    assert not call[2][4].any()
+    assert not call[2][3].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -78,9 +78,9 @@ def test_it_does_not_matter_which_program_ends_last(dtype, monkeypatch):
 def test_a_token_has_the_same_bits_alone_and_among_others(window, dtype):
     """New tokens one by one, against all of them in one call, beside another row."""
     heads, dim, old, new = (4, 2), 16, 250, 9
-    qkv, pages, given, norms = a_call([(30, 2), (old, new)], *heads, dim, dtype, has_norms=True)
-    layout, *angles, scale, counters = given
-    together, *_ = results(rotate_attend, qkv, pages, given, window, norms)
+    qkv, pages, given = a_call([(30, 2), (old, new)], *heads, dim, dtype, has_norms=True)
+    layout, *rest = given
+    together, *_ = results(rotate_attend, qkv, pages, given, window)
     for at in range(new):
         place = slice(2 + at, 3 + at)
         own = layout._replace(
@@ -88,16 +88,18 @@ def test_a_token_has_the_same_bits_alone_and_among_others(window, dtype):
             lengths=torch.full_like(layout.counts[:1], old + at + 1), rows=torch.zeros_like(layout.rows[place]),
             slots=layout.slots[place], positions=layout.positions[place], most_new=1, most_tokens=old + at + 1,
         )  # fmt: skip
-        alone = rotate_attend(qkv[place], *pages, own, *angles, scale, counters, window, *norms)  # it writes, too
+        alone = rotate_attend(qkv[place], *pages, own, *rest, window)  # it writes, too
         assert torch.equal(alone, together[place]), f"new token {at}"
 
 
 def test_wrong_arguments_are_refused():
-    qkv, pages, given, _ = a_call([(3, 1)], 2, 1, 8, torch.float32)
-    offset = Norm(torch.ones(8), 1e-5, 1.0)
+    qkv, pages, given = a_call([(3, 1)], 2, 1, 8, torch.float32)
+    layout, rotation, *rest = given
+    norm = Norm(torch.ones(8), 1e-5, 1.0)
+    offset = rotation._replace(q_norm=norm, k_norm=norm)
     for module in (layer_attention, reference):
         with pytest.raises(ValueError, match=r"q_norm.offset must be 0, got 1"):
-            module.rotate_attend(qkv, *pages, *given, None, offset, offset)
+            module.rotate_attend(qkv, *pages, layout, offset, *rest)
         with pytest.raises(ValueError, match=r"counters must be int32"):
             module.rotate_attend(qkv, *pages, *given[:-1], given[-1].long())
         with pytest.raises(ValueError, match=r"counters must be at least 1 numbers, got 0"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from selfspec.kernels import reference
-from selfspec.kernels.layout import Norm
+from selfspec.kernels.layout import Norm, Rotation
 from tests.kernels import samples
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -57,7 +57,7 @@ def qkv_call(rows, heads, kv_heads, dim, dtype, padding=0, norms=None, seed=0):
     qkv = torch.randn(count, (heads + 2 * kv_heads) * dim + 5).to(dtype)[:, 5:]
     pages = torch.full((2, *paged.keys.shape), float("nan"), dtype=dtype)
     both = (None, None) if norms is None else (a_norm(dim, dtype, norms), a_norm(dim, dtype, norms))
-    return qkv, *pages, paged.layout.slots, paged.layout.positions, *angles, *both
+    return qkv, *pages, paged.layout, Rotation(*angles, *both)
 
 
 @each_dtype
@@ -89,16 +89,17 @@ def test_a_token_has_the_same_bits_alone_and_among_others(dtype):
     """Exact mode relies on it."""
     hidden, branch = torch.randn(2, 5, 100).to(dtype)
     norm, post = a_norm(100, dtype, 0.0), a_norm(100, dtype, 0.0)
-    qkv, keys, values, slots, positions, *rest = qkv_call([(3, 5)], 2, 1, 8, dtype, norms=0.0)
+    qkv, keys, values, layout, rotation = qkv_call([(3, 5)], 2, 1, 8, dtype, norms=0.0)
     pages = keys.clone(), values.clone()
     together = (
-        *add_norm(hidden, branch, norm, post), gate(hidden, "silu"), rotate(qkv, *pages, slots, positions, *rest)
+        *add_norm(hidden, branch, norm, post), gate(hidden, "silu"), rotate(qkv, *pages, layout, rotation)
     )  # fmt: skip
     for i in range(5):
         at = slice(i, i + 1)
+        place = layout._replace(slots=layout.slots[at], positions=layout.positions[at])
         own = (
             *add_norm(hidden[at], branch[at], norm, post), gate(hidden[at], "silu"),
-            rotate(qkv[at], keys, values, slots[at], positions[at], *rest),
+            rotate(qkv[at], keys, values, place, rotation),
         )  # fmt: skip
         assert all(torch.equal(one, all_of_them[at]) for one, all_of_them in zip(own, together, strict=True))
     for one, all_of_them in zip((keys, values), pages, strict=True):
@@ -109,6 +110,6 @@ def test_no_tokens_are_no_work():
     hidden = torch.zeros(0, 8)
     assert [one.shape for one in add_norm(hidden, hidden, a_norm(8, torch.float32, 0.0))] == [(0, 8)] * 2
     assert gate(hidden, "silu").shape == (0, 4)
-    pages = torch.zeros(2, 1, 4, 1, 2)
-    ints, angles = torch.zeros(0, dtype=torch.int64), torch.zeros(4, 1)
-    assert rotate(hidden, *pages, ints, ints, angles, angles).shape == (0, 2, 2)
+    pages, angles = torch.zeros(2, 1, 4, 1, 2), torch.zeros(4, 1)
+    layout = samples.layout_of([(0, 0)], 4)[0]
+    assert rotate(hidden, *pages, layout, Rotation(angles, angles)).shape == (0, 2, 2)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from selfspec.kernels import reference
 from selfspec.kernels.gumbel import gumbel
-from selfspec.kernels.layout import Norm, SamplingTensors
+from selfspec.kernels.layout import Norm, Rotation, SamplingTensors
 from tests.kernels import samples
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # largest relative error in norm
@@ -133,13 +133,12 @@ def check_layers(
     num_heads, kv_heads, dim = heads
     call = samples.paged([(most - 5, 5), (0, 0), (0, 1)], *heads, 64, seed, padding=1, dtype=dtype, device=device)
     qkv, angles = normal(len(call.queries), (num_heads + 2 * kv_heads) * dim), normal(2, most, dim // 2)
-    where = call.layout.slots, call.layout.positions
     for offset in (0.0, 1.0):
         norms = [Norm(normal(size), 1e-6, offset) for size in (dim, dim, most, most)]
         made = []
         for kernel in (rotate, reference.rotate):
             keys, values = torch.zeros_like(call.keys), torch.zeros_like(call.values)
-            made.append((kernel(qkv, keys, values, *where, *angles, *norms[:2]), keys, values))
+            made.append((kernel(qkv, keys, values, call.layout, Rotation(*angles, *norms[:2])), keys, values))
         yield case("rotate", f"norms with offset {offset:g}", *made)
         hidden = normal(2, 3, most)
         calls = (add(*hidden, *norms[2:]) for add in (add_norm, reference.add_norm))
@@ -197,7 +196,7 @@ def check_layer_attention(
     qkv = torch.randn(count, (num_heads + 2 * kv_heads) * dim, generator=rng, dtype=dtype, device=device)
     angle = 6 * torch.rand(call.layout.most_tokens, dim // 2, generator=rng, device=device)
     counters = torch.zeros(len(ragged) * call.layout.most_new * kv_heads, dtype=torch.int32, device=device)
-    given = (call.layout, angle.cos().to(dtype), angle.sin().to(dtype), dim**-0.5, counters)
+    given = (call.layout, Rotation(angle.cos().to(dtype), angle.sin().to(dtype)), dim**-0.5, counters)
     for window in (None, 130):
         found = []
         for kernel in (reference.rotate_attend, *[rotate_attend] * (20 if device.type == "cuda" else 1)):

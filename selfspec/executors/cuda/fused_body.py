@@ -8,7 +8,7 @@ modules take about 33 launches. Rounding is that of these modules, operation by 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from selfspec.executors.cuda.packed_linear import PackedLinear, Packing
 from selfspec.executors.cuda.rounds import StaticRows
-from selfspec.kernels.layout import Norm
+from selfspec.kernels.layout import Layout, Norm, Rotation
 from selfspec.kernels.suite import Kernels
 from selfspec.model.kv_cache import PackedRows
 from selfspec.model.llama_weights import Layer, Linear, LlamaWeights
@@ -39,12 +39,12 @@ class FusedBody:
         self, weights: LlamaWeights, kernels: Kernels, packing: Packing, shares: FusedBody | None = None
     ) -> None:
         self.weights, self.kernels, self.packing = weights, kernels, packing
-        self._products: list[_Products]
+        self.products: list[Products]
         self._rotary: RotaryTables
         if shares is not None:
-            self._products, self._rotary = shares._products, shares._rotary
+            self.products, self._rotary = shares.products, shares._rotary
             return
-        self._products = [_Products(layer, packing) for layer in weights.layers]
+        self.products = [Products(*(PackedLinear(one, packing) for one in _groups(layer))) for layer in weights.layers]
         types = [layer.layer_type for layer in weights.layers]
         self._rotary = RotaryTables(weights.rotary, types, weights.embedding)
 
@@ -57,19 +57,9 @@ class FusedBody:
         return sum(PackedLinear.bytes_of(one) for layer in weights.layers for one in _groups(layer))
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of device memory in addition to the model's own: packed copies and rotary tables."""
-        return self._rotary.num_bytes + sum(one.num_bytes for one in self.linears)
-
-    @property
     def linears(self) -> Iterator[PackedLinear]:
         """The products of all layers."""
-        return (one for own in self._products for one in own.all())
-
-    @property
-    def by_name(self) -> dict[str, list[PackedLinear]]:
-        """The products of all layers by their place in a layer: "qkv", "o", "gate_up", "down"."""
-        return {name: [getattr(one, name) for one in self._products] for name in ("qkv", "o", "gate_up", "down")}
+        return (one for own in self.products for one in own)
 
     def product(self, linear: PackedLinear, x: Tensor) -> Tensor:
         """A product with the weight of one or several linear layers, `[N, out]`; every product of `run` is made here.
@@ -85,15 +75,15 @@ class FusedBody:
         layers = self.weights.layers
         assert 0 <= start < stop <= len(layers), f"no layers [{start}, {stop}) among {len(layers)}"
         hidden = given if start else self._embedded(given)
-        tables = self._rotary.of(rows.layout.most_tokens)
         # The output of the last sublayer, and the norm that it still lacks. The next kernel adds it to `hidden`.
         branch: Tensor | None = None
         post: Norm | None = None
         for depth in range(start, stop):
-            layer, products = layers[depth], self._products[depth]
+            layer, products = layers[depth], self.products[depth]
             hidden, normed = self._add_norm(hidden, branch, layer.norm, post)
             tap(taps, depth, start, hidden)
-            branch = self._attention(rows, layer, products, tables, normed)
+            attended = self.attention(rows, depth, self.product(products.qkv, normed))
+            branch = self.product(products.o, attended)
             hidden, normed = self._add_norm(hidden, branch, layer.mlp_norm, layer.post_norm)
             gate_up = self.product(products.gate_up, normed)
             branch = self.product(products.down, self.kernels.gate(gate_up, self.weights.activation))
@@ -116,28 +106,28 @@ class FusedBody:
         embedded, scale = F.embedding(tokens, self.weights.embedding), self.weights.embed_scale
         return embedded if scale == 1.0 else embedded * scale
 
-    def _attention(self, rows: StaticRows, layer: Layer, products: _Products, tables: Tables, normed: Tensor) -> Tensor:
-        """The attention's output `[N, hidden_size]`, before any norm of it."""
-        layout, dim = rows.layout, self.weights.head_dim
-        qkv = self.product(products.qkv, normed)
+    def attention(self, rows: StaticRows, depth: int, qkv: Tensor) -> Tensor:
+        """The heads' results of a layer, `[N, heads * head_dim]`, from queries, keys and values side by side."""
+        layer, given = self.weights.layers[depth], self.rotate_args(rows, depth, qkv)
+        queries, (_, keys, values, layout, _) = self.kernels.rotate(*given), given
+        return self.kernels.attend(queries, keys, values, layout, layer.scale, layer.window).flatten(1)
+
+    def rotate_args(self, rows: StaticRows, depth: int, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Layout, Rotation]:
+        """What `kernels.rotate` takes in a layer."""
+        layer, dim = self.weights.layers[depth], self.weights.head_dim
         key = qkv.unflatten(1, (-1, dim))[:, : len(layer.k.weight) // dim]  # of the shape of new keys and values
-        keys, values = rows.cache.layer(layer.layer_idx, key, key)
-        angles = tables[layer.layer_type]
-        queries = self.kernels.rotate(
-            qkv, keys, values, layout.slots, layout.positions, *angles, layer.q_norm, layer.k_norm
-        )
-        out = self.kernels.attend(queries, keys, values, layout, layer.scale, layer.window)
-        return self.product(products.o, out.flatten(1))
+        angles = self._rotary.of(rows.layout.most_tokens)[layer.layer_type]
+        rotation = Rotation(*angles, layer.q_norm, layer.k_norm)
+        return qkv, *rows.cache.layer(layer.layer_idx, key, key), rows.layout, rotation
 
 
-class _Products:
+class Products(NamedTuple):
     """The products of one layer."""
 
-    def __init__(self, layer: Layer, packing: Packing) -> None:
-        self.qkv, self.o, self.gate_up, self.down = (PackedLinear(one, packing) for one in _groups(layer))
-
-    def all(self) -> Iterator[PackedLinear]:
-        yield from (self.qkv, self.o, self.gate_up, self.down)
+    qkv: PackedLinear
+    o: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
 
 
 def _groups(layer: Layer) -> tuple[tuple[Linear, ...], ...]:
@@ -165,11 +155,6 @@ class RotaryTables:
     def __init__(self, module: Any, layer_types: Sequence[str | None], like: Tensor) -> None:
         self._module, self._kinds, self._like = module, sorted({*layer_types}, key=str), like
         self._made: dict[int, Tables] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tables."""
-        return sum(one.nbytes for tables in self._made.values() for pair in tables.values() for one in pair)
 
     def of(self, length: int) -> Tables:
         """cos and sin of at least `length` positions by layer type, `[positions, head_dim / 2]` each."""

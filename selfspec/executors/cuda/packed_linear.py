@@ -48,11 +48,6 @@ class PackedLinear:
         return sum(one.nbytes for one in tensors) if len(linears) > 1 else 0
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes that the packed weight takes in addition to the model's own."""
-        return self.bytes_of(self.linears) if self.packing == "copy" else 0
-
-    @property
     def weight(self) -> Tensor | None:
         """The weight of all layers, `[sum of outputs, in]`; None where each layer is a product of its own."""
         return None if len(self.linears) > 1 and self.packing == "none" else self._weight

@@ -38,9 +38,9 @@ class SkinnyBody(FusedBody):
     def __init__(self, shares: FusedBody, most_rows: int = SKINNY_ROWS) -> None:
         super().__init__(shares.weights, shares.kernels, shares.packing, shares)
         self.most_rows = most_rows
-        self._kv_heads = len(shares.weights.layers[0].k.weight) // shares.weights.head_dim
-        counters = torch.zeros(SKINNY_ROWS * self._kv_heads, dtype=torch.int32)
-        self._counters = counters.to(shares.weights.embedding.device)
+        kv_heads = len(self.weights.layers[0].k.weight) // self.weights.head_dim
+        device = self.weights.embedding.device
+        self._counters = torch.zeros(SKINNY_ROWS * kv_heads, dtype=torch.int32, device=device)
 
     def __str__(self) -> str:
         return f"fused, five launches for up to {self.most_rows} tokens"
@@ -54,9 +54,9 @@ class SkinnyBody(FusedBody):
         squares = self.kernels.squares_of(hidden)
         for depth in range(start, stop):
             tap(taps, depth, start, hidden)
-            attended = self.attention(rows, depth, self.qkv(depth, hidden, squares))
-            hidden, squares = self.add(self._products[depth].o, attended, hidden)
-            hidden, squares = self.add(self._products[depth].down, self.gated(depth, hidden, squares), hidden)
+            attended = self.rotate_attend(rows, depth, self.qkv(depth, hidden, squares))
+            hidden, squares = self.add(self.products[depth].o, attended, hidden)
+            hidden, squares = self.add(self.products[depth].down, self.gated(depth, hidden, squares), hidden)
         tap(taps, stop, start, hidden)
         if stop < len(self.weights.layers):
             return hidden
@@ -76,35 +76,19 @@ class SkinnyBody(FusedBody):
 
     def qkv(self, depth: int, hidden: Tensor, squares: Tensor) -> Tensor:
         """Queries, keys and values, `[N, (heads + 2 * kv_heads) * head_dim]`, of hidden states and their squares."""
-        linear = self._products[depth].qkv
+        linear = self.products[depth].qkv
         assert linear.weight is not None
         norm = self.weights.layers[depth].norm
         return self.kernels.norm_product(hidden, squares, norm, linear.weight, linear.bias)
 
-    def attention(self, rows: StaticRows, depth: int, qkv: Tensor) -> Tensor:
-        """The heads' results, `[N, heads * head_dim]`."""
-        layer, dim = self.weights.layers[depth], self.weights.head_dim
-        key = qkv.unflatten(1, (-1, dim))[:, : self._kv_heads]  # of the shape of new keys and values
-        pages = rows.cache.layer(layer.layer_idx, key, key)
-        return self.kernels.rotate_attend(
-            qkv,
-            *pages,
-            rows.layout,
-            *self.angles(rows, depth),
-            layer.scale,
-            self._counters,
-            layer.window,
-            layer.q_norm,
-            layer.k_norm,
-        ).flatten(1)
-
-    def angles(self, rows: StaticRows, depth: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of a layer's positions, `[positions, head_dim / 2]` each."""
-        return self._rotary.of(rows.layout.most_tokens)[self.weights.layers[depth].layer_type]
+    def rotate_attend(self, rows: StaticRows, depth: int, qkv: Tensor) -> Tensor:
+        """See `FusedBody.attention`."""
+        layer, given = self.weights.layers[depth], self.rotate_args(rows, depth, qkv)
+        return self.kernels.rotate_attend(*given, layer.scale, self._counters, layer.window).flatten(1)
 
     def gated(self, depth: int, hidden: Tensor, squares: Tensor) -> Tensor:
         """The gated states of the MLP, `[N, inner]`, of hidden states and their squares."""
-        weight, norm = self._products[depth].gate_up.weight, self.weights.layers[depth].mlp_norm
+        weight, norm = self.products[depth].gate_up.weight, self.weights.layers[depth].mlp_norm
         assert weight is not None
         gate, up = weight.chunk(2)
         return self.kernels.gate_product(hidden, squares, norm, gate, up, self.weights.activation)
