@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 
 from selfspec import SamplingParams
-from selfspec.executors.cuda.body_choice import MAX_ROUNDINGS, ROUNDING, layers_error
+from selfspec.executors.cuda.body_checks import MAX_ROUNDINGS, ROUNDING, layers_error
 from selfspec.executors.cuda.fused_body import FusedBody
 from selfspec.executors.cuda.packed_linear import PackedLinear
 from selfspec.executors.cuda.rounds import StaticRows
@@ -328,13 +328,13 @@ def installed(model, seconds, caplog, owned=False, **kernels):
 def test_fused_layers_that_are_faster_are_used(caplog, owned):
     split = installed(build("llama"), (2e-3, 1e-3), caplog, owned)
     assert isinstance(split.recorded, FusedBody) and split.recorded.packing == ("share" if owned else "copy")
-    assert "recordings run fused layers" in caplog.text and "1 ms, 2 ms with the model's own modules" in caplog.text
+    assert "recordings run fused layers" in caplog.text and "1 ms, 2 ms without them" in caplog.text
 
 
 def test_fused_layers_that_are_slower_are_not_used(caplog):
     split = installed(build("llama"), (1e-3, 2e-3), caplog)
     assert split.recorded is None and split.runner is not None
-    assert "recordings run the model's own modules" in caplog.text and "2 ms, 1 ms with" in caplog.text
+    assert "recordings run the model's own modules" in caplog.text and "2 ms, 1 ms without" in caplog.text
 
 
 def test_weights_may_be_moved_where_selfspec_loaded_the_model(monkeypatch):
@@ -351,16 +351,26 @@ def test_other_families_keep_the_views(caplog):
     assert "fused layers do not serve this model" in caplog.text
 
 
-@pytest.mark.parametrize("wrong", [slow("raises"), "wrong"])
+WRONG = {
+    "wrong": (lambda given: given * 1.03, "roundings"),
+    "raises": (RuntimeError("no kernel image is available"), "no kernel image"),
+    "memory": (torch.OutOfMemoryError("of 3 GiB. If reserved memory"), "has too little free memory, and decodes more"),
+}
+
+
+@pytest.mark.parametrize("wrong", [slow("raises"), "wrong", "memory"])
 def test_fused_layers_that_are_wrong_here_are_not_used(caplog, wrong):
+    fault, told = WRONG[wrong]
+
     def gate(gate_up, activation):
-        if wrong == "raises":
-            raise RuntimeError("no kernel image is available")
-        return REFERENCE.gate(gate_up, activation) * 1.03
+        if isinstance(fault, Exception):
+            raise fault
+        return fault(REFERENCE.gate(gate_up, activation))
 
     split = installed(build("llama"), (2e-3, 1e-3), caplog, gate=gate)
     assert split.recorded is None and split.runner is not None and split.runner.refused is None
-    assert ("no kernel image" if wrong == "raises" else "roundings") in caplog.text
+    assert caplog.text.count("with fused layers: ") == 1 and told in caplog.text and "reserved" not in caplog.text
+    assert any(one.levelname == "WARNING" for one in caplog.records) == isinstance(fault, Exception)
     target = Target(build("llama"), backend="views")
     target.split.runner, prompts = split.runner, make_prompts([9])
     assert target.generate(prompts, max_tokens=6, exit_layer=1)[0].token_ids == generate(target.model, prompts[0], 6)

@@ -13,10 +13,11 @@ from selfspec import SamplingParams
 from selfspec.calibrate.profile import costs_key
 from selfspec.executors.cuda import body_choice
 from selfspec.executors.cuda import runner as runners
-from selfspec.executors.cuda.body_choice import MAX_ROUNDINGS, TIMED, layers_error
+from selfspec.executors.cuda.body_checks import MAX_ROUNDINGS, differing_rows, layers_error
+from selfspec.executors.cuda.body_choice import TIMED
 from selfspec.executors.cuda.fused_body import FusedBody
 from selfspec.executors.cuda.rounds import RoundInputs, RoundKey, RoundRow, StaticRows, WholeRound
-from selfspec.executors.cuda.skinny_body import SkinnyBody, differing_rows, unserved
+from selfspec.executors.cuda.skinny_body import SkinnyBody, unserved
 from selfspec.kernels.layout import SPLIT
 from selfspec.kernels.suite import REFERENCE, triton_kernels
 from selfspec.loading import target as targets

@@ -8,9 +8,9 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from eval.synthetic import synthetic_target
-from selfspec.executors.cuda.body_choice import MAX_ROUNDINGS, layers_error
+from selfspec.executors.cuda.body_checks import MAX_ROUNDINGS, differing_rows, layers_error
 from selfspec.executors.cuda.fused_body import FusedBody
-from selfspec.executors.cuda.skinny_body import SkinnyBody, differing_rows
+from selfspec.executors.cuda.skinny_body import SkinnyBody
 from selfspec.kernels.suite import triton_kernels
 from tests.kernels import twins
 

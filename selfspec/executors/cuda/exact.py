@@ -16,7 +16,8 @@ from torch import Tensor
 
 from selfspec.core import LOOKUP, Plan
 from selfspec.errors import UnsupportedModelError
-from selfspec.executors.cuda.body_choice import MAX_ROUNDINGS, layers_error, packing_of
+from selfspec.executors.cuda.body_checks import MAX_ROUNDINGS, layers_error
+from selfspec.executors.cuda.body_choice import packing_of
 from selfspec.executors.cuda.exact_body import ExactBody, with_fixed_order
 from selfspec.executors.cuda.fused_body import FusedBody
 from selfspec.executors.cuda.rounds import RoundRow, StaticRows

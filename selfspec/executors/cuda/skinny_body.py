@@ -7,8 +7,6 @@ and attention splits of a constant size: so a token's bits do not depend on the 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -17,14 +15,11 @@ from selfspec.executors.cuda.packed_linear import PackedLinear
 from selfspec.executors.cuda.rounds import StaticRows
 from selfspec.kernels.checks import SKINNY_ROWS
 from selfspec.kernels.layout import SPLIT, Layout
-from selfspec.model.attention_backends import layout_of
-from selfspec.model.kv_cache import PackedRows, PagedCache, Span
+from selfspec.model.kv_cache import PackedRows
 from selfspec.model.llama_weights import Layer
 from selfspec.model.split_model import Taps
 
 MOST_PARTIAL_BYTES = 128 << 20  # of partial results of attention
-COMPARED = (1, 2, 5, 16, 17, 33)  # rows of calls whose bits are compared with those of 64
-NUM_NEW = 5  # tokens of a row in one call, compared with as many calls
 
 
 class SkinnyBody(FusedBody):
@@ -113,44 +108,3 @@ def _unserved(layer: Layer) -> str:
         return "gate and up have biases"
     shapes = {(len(one.weight), one.weight.shape[1]) for one in (layer.gate, layer.up)}
     return "" if len(shapes) == 1 else "gate and up have different shapes"
-
-
-@torch.inference_mode()
-def differing_rows(split: Any, body: SkinnyBody) -> str:
-    """Which calls give a row other bits than a call of 64 rows, or several tokens others than one by one; "": none.
-
-    Rows hold about `SPLIT` tokens, so that some calls have one split of attention and others combine two. They share
-    the pages of all but the last tokens.
-    """
-    page, begin = 8, SPLIT - NUM_NEW // 2  # the tokens that are fed; those before are random
-    shared, own = range(begin // page), -(-(begin % page + NUM_NEW) // page)
-    cache = PagedCache(len(shared) + SKINNY_ROWS * own, page)
-    shape, rng = (SKINNY_ROWS, NUM_NEW), torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, split.vocab_size, shape, generator=rng).to(split.device)
-
-    def run(rows: int, at: int, count: int = 1) -> Tensor:
-        pages = [range(first, first + own) for first in range(len(shared), cache.num_pages, own)]
-        spans = [Span([*shared, *pages[row]], begin + at, count) for row in range(rows)]
-        static = StaticRows(cache, layout_of(PackedRows(cache, spans, split.device)), body.kernels)
-        return body.run(static, 0, split.num_layers, tokens[:rows, at : at + count].flatten())
-
-    run(1, 0)  # allocates the pages
-    fill_randomly(cache)
-    for at in range(NUM_NEW):
-        whole = run(SKINNY_ROWS, at)
-        for rows in COMPARED if at in (0, NUM_NEW - 1) else ():
-            if not torch.equal(run(rows, at), whole[:rows]):
-                return f"a row has other bits among {rows} rows than among {SKINNY_ROWS}"
-    rows = SKINNY_ROWS // NUM_NEW
-    alone = [run(rows, at) for at in range(NUM_NEW)]
-    fill_randomly(cache)  # the same numbers, without the keys and values of the tokens
-    if not torch.equal(torch.stack(alone, 1).flatten(0, 1), run(rows, 0, NUM_NEW)):
-        return f"{NUM_NEW} tokens of a row have other bits than one by one"
-    return ""
-
-
-def fill_randomly(cache: PagedCache) -> None:
-    """Fill the storage of every layer that has written with random keys and values, the same ones every time."""
-    for pair in cache.storages:
-        for one in pair:
-            one.normal_(generator=torch.Generator(one.device).manual_seed(0))
