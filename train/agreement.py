@@ -21,17 +21,13 @@ class ExitQuality:
     """Measured quality of exits 1..L, in order; the last entry is the whole model.
 
     Losses are nats per token. Agreement is measured on the model's own greedy continuations, as in speculative
-    decoding. `gsm8k` is the share of right answers of the whole model. What was not measured has 0 tokens or questions.
+    decoding.
     """
 
     loss: tuple[float, ...]
     agreement: tuple[float, ...]
     loss_tokens: int
     agreement_tokens: int
-    docstring_loss: tuple[float, ...] = ()
-    docstring_tokens: int = 0
-    gsm8k: float = 0.0
-    gsm8k_questions: int = 0
 
 
 @contextmanager

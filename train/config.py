@@ -19,10 +19,8 @@ from train.sections import (
     TextConfig,
 )
 
-_RUN_KEYS = (
-    "output export card notes exit_layer num_speculative_tokens max_steps max_minutes save_steps log_steps report_to"
-)
-MAY_DIFFER = ("eval", "run.report_to", *(f"run.{key}" for key in _RUN_KEYS.split()))
+_RUN_KEYS = "output export card notes exit_layer num_speculative_tokens max_steps max_minutes save_steps log_steps"
+MAY_DIFFER = ("eval", *(f"run.{key}" for key in _RUN_KEYS.split()))
 """What may differ when a run is resumed; another max_steps changes the schedule of the remaining steps only."""
 
 
@@ -46,8 +44,8 @@ class TrainConfig:
             check(self.optim.kind == "adamw", "optim.kind", "adamw where lora.rank is above 0", self.optim.kind)
         if self.exits.teacher == "base":
             check(self.lora.rank > 0, "exits.teacher", "last where lora.rank is 0", "base")
-        if self.data.streaming or self.data.messages_field or self.text.num_texts:
-            needed = "a model with a tokenizer where data is streamed or holds conversations"
+        if self.data.messages_field or self.text.num_texts:
+            needed = "a model with a tokenizer where data holds conversations"
             check(bool(self.model.base), "model.base", needed, self.model.base)
         if not self.model.base:
             shape = self.model
@@ -63,8 +61,6 @@ class TrainConfig:
         check(longest <= positions, "run.windows", f"at most model.max_position_embeddings = {positions}", longest)
         check(period <= num_layers, "exits.period", f"at most {source} = {num_layers}", period)
         check(self.run.exit_layer < num_layers, "run.exit_layer", f"below {source} = {num_layers}", self.run.exit_layer)
-        highest = max(self.lora.layers_to_transform, default=0)
-        check(highest < num_layers, "lora.layers_to_transform", f"below {source} = {num_layers}", highest)
         length = self.text.prompt_tokens + self.text.max_new_tokens if self.text.num_texts else 0
         check(length < positions, "text.max_new_tokens", f"short enough for {positions} positions", length)
         lengths = {"window": self.eval.window, "prompt_tokens": self.eval.prompt_tokens + self.eval.new_tokens}

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import platform
 import sysconfig
-import warnings
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,18 +82,3 @@ def _read(path: Path, max_chars: int) -> str | None:
     except UnicodeDecodeError:
         return None
     return text if text.strip() and len(text) <= max_chars and "\0" not in text else None
-
-
-def docstrings(files: Iterable[SourceFile]) -> Iterator[str]:
-    """Yield the docstrings of modules, classes and functions; files that this Python cannot parse have none."""
-    for file in files:
-        try:
-            with warnings.catch_warnings(action="ignore"):  # of escapes in string literals
-                tree = ast.parse(file.text)
-        except (SyntaxError, ValueError, RecursionError):
-            continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                text = ast.get_docstring(node)
-                if text:
-                    yield text

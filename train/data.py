@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -77,74 +77,3 @@ class Windows(Dataset[Tensor]):
             self._orders[length, epoch] = np.append(rng.permutation(per_epoch), rng.integers(length))
         order = self._orders[length, epoch]
         return int(order[place] * length + order[-1])
-
-
-class StreamedWindows(Dataset[Tensor]):
-    """Batches `[2, rows, length]` of streamed documents, for data that do not fit into memory.
-
-    Batch i has `tokens_per_batch` tokens in windows of length `lengths[i // repeat % len(lengths)]`. Batches are read
-    in order. A later batch skips those between, as when a run is resumed; an earlier one restarts the stream.
-
-    Args:
-        read: returns the documents of an epoch, given its number: tokens and labels `[2, T]`, int64.
-    """
-
-    def __init__(
-        self,
-        read: Callable[[int], Iterator[np.ndarray]],
-        lengths: Sequence[int],
-        tokens_per_batch: int,
-        num_batches: int,
-        repeat: int = 1,
-    ) -> None:
-        self.read, self.lengths, self.repeat = read, tuple(lengths), repeat
-        self.tokens_per_batch, self.num_batches = tokens_per_batch, num_batches
-        self._next, self._pieces = 0, self._batches()
-
-    def __len__(self) -> int:
-        return self.num_batches
-
-    def __getitem__(self, index: int) -> Tensor:
-        if index < self._next:
-            self._next, self._pieces = 0, self._batches()
-        while self._next < index:
-            next(self._pieces)
-            self._next += 1
-        self._next += 1
-        tokens = next(self._pieces)
-        length = self.lengths[index // self.repeat % len(self.lengths)]
-        return torch.from_numpy(tokens.reshape(2, -1, length))
-
-    def _batches(self) -> Iterator[np.ndarray]:
-        """Yield `[2, tokens_per_batch]` without end; the remainder of an epoch begins the next one."""
-        held: list[np.ndarray] = []
-        count, epoch = 0, 0
-        while True:
-            before = count
-            for document in self.read(epoch):
-                if not held:
-                    held, count = [document[:, -1:]], 1  # an end-of-text token before the first document
-                held.append(document)
-                count += document.shape[1]
-                while count >= self.tokens_per_batch:
-                    joined = np.concatenate(held, axis=1)
-                    yield joined[:, : self.tokens_per_batch].copy()
-                    held, count = [joined[:, self.tokens_per_batch :]], count - self.tokens_per_batch
-                    before = -1
-            if count == before:
-                raise ValueError("data.path holds no text to train on; choose another file or data set")
-            epoch += 1
-
-
-def shuffled(items: Iterator[np.ndarray], buffer: int, seed: tuple[int, ...]) -> Iterator[np.ndarray]:
-    """Yield all items, each drawn from a buffer of `buffer` items; the order depends on `seed` only."""
-    held: list[np.ndarray] = []
-    rng = np.random.default_rng(seed)
-    for item in items:
-        if len(held) < buffer:
-            held.append(item)
-            continue
-        place = int(rng.integers(buffer))
-        held[place], item = item, held[place]
-        yield item
-    yield from (held[place] for place in rng.permutation(len(held)))

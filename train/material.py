@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,10 @@ from selfspec.loading import hub
 from train.chats import read_chats
 from train.config import TrainConfig
 from train.corpus import Corpus, SourceFile, read_corpus
-from train.data import StreamedWindows, Windows, encode_files, pack, shuffled
+from train.data import Windows, encode_files, pack
 from train.samples import document
-from train.texts import content_of, encode, rank_of, read_records, split_held_out
+from train.texts import content_of, encode, read_records, split_held_out
 from train.tokenizer import train_tokenizer
-
-MAX_READ_FOR_HELD_OUT = 200_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +76,7 @@ def gather(config: TrainConfig, tokenizer: PreTrainedTokenizerFast | None = None
     if config.text.num_texts and tokenizer:
         return _chats(config, tokenizer)
     if config.data.path:
-        return _stream(config, tokenizer) if config.data.streaming and tokenizer else _texts(config, tokenizer)
+        return _texts(config, tokenizer)
     corpus = read_corpus(config.corpus)
     tokenizer = tokenizer or make_tokenizer(config, corpus)
     train = encode_files(tokenizer, repeat_library(corpus.train, config.corpus.library_repeat))
@@ -106,26 +103,6 @@ def _texts(config: TrainConfig, tokenizer: PreTrainedTokenizerFast | None) -> Ma
     return Material(tokenizer, encoded, (pack(kept, config.run.seed),), data.path)
 
 
-def _stream(config: TrainConfig, tokenizer: PreTrainedTokenizerFast) -> Material:
-    """Hold out the first texts of low rank, as many as evaluation needs; training data are streamed later."""
-    measured, limit = config.eval, _limit(config)
-    needed = max(measured.window * measured.num_windows, measured.prompt_tokens * measured.num_prompts)
-    kept: list[np.ndarray] = []
-    for content in islice(_contents(config), MAX_READ_FOR_HELD_OUT):
-        if rank_of(content) < limit:
-            kept.append(encode(tokenizer, content, config.data.max_length))
-            needed -= kept[-1].shape[1]
-        if needed <= 0:
-            break
-    if not kept:
-        raise ValueError("data.path has no text to hold out; raise data.held_out_percent or add texts")
-    return Material(tokenizer, (), (pack(kept, config.run.seed),), f"{config.data.path}, streamed")
-
-
-def _limit(config: TrainConfig) -> int:
-    return int(config.data.held_out_percent / 100 * 2**32)
-
-
 def _contents(config: TrainConfig) -> Iterator[Any]:
     """Yield texts, or lists of messages, without empty ones."""
     for record in read_records(config.data):
@@ -137,16 +114,7 @@ def _contents(config: TrainConfig) -> Iterator[Any]:
 def make_windows(config: TrainConfig, material: Material) -> Dataset[Tensor]:
     """Make the batches of the whole run."""
     run = config.run
-    num_batches = run.max_steps * run.gradient_accumulation_steps
-    if not material.train:
-
-        def read(epoch: int) -> Iterator[np.ndarray]:
-            contents = (each for each in _contents(config) if rank_of(each) >= _limit(config))
-            documents = (encode(material.tokenizer, each, config.data.max_length) for each in contents)
-            return shuffled(documents, config.data.shuffle_buffer, (run.seed, epoch))
-
-        print(f"data: {material.origin}", flush=True)
-        return StreamedWindows(read, run.windows, run.tokens_per_batch, num_batches, run.gradient_accumulation_steps)
     stream = pack(material.train, run.seed)
     print(f"data: {material.origin}, {len(material.train)} documents, {stream.shape[-1]:,} tokens an epoch", flush=True)
+    num_batches = run.max_steps * run.gradient_accumulation_steps
     return Windows(stream, run.windows, run.tokens_per_batch, num_batches, run.gradient_accumulation_steps, run.seed)

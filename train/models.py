@@ -82,7 +82,6 @@ def add_adapters(model: Any, config: TrainConfig) -> Any:
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft divides it by the rank, so a fraction is fine
         lora_dropout=lora.dropout,
         target_modules=list(lora.target_modules),
-        layers_to_transform=list(lora.layers_to_transform) or None,
         task_type="CAUSAL_LM",
     )
     try:

@@ -10,22 +10,17 @@ import torch
 from torch import nn
 
 from selfspec.files import write_whole
-from train.agreement import ExitQuality, evaluating, exit_agreement, held_out_scores, held_out_windows
+from train.agreement import ExitQuality, exit_agreement, held_out_scores, held_out_windows
 from train.config import TrainConfig
 from train.configuration import as_plain
-from train.corpus import TEST_FOLDERS, docstrings, read_corpus
-from train.data import pack
-from train.gsm8k import accuracy, read_problems
 from train.material import Material
 from train.models import load_base
-from train.sections import CorpusConfig
-from train.texts import encode, rank_of
 
 BASE_QUALITY = "base_quality.json"  # in run.output
 
 
 def measure(model: nn.Module, material: Material, config: TrainConfig) -> ExitQuality:
-    """Measure a model on held-out texts, and on docstrings and GSM8K where `eval` asks for them."""
+    """Measure a model on held-out texts."""
     wanted, device = config.eval, next(model.parameters()).device
     windows = held_out_windows(material.held_out, wanted.window, wanted.num_windows).to(device)
     if material.prompts:
@@ -35,30 +30,7 @@ def measure(model: nn.Module, material: Material, config: TrainConfig) -> ExitQu
         prompts = (cut[0] if cut.ndim == 3 else cut).tolist()
     agreement, counted = exit_agreement(model, prompts, wanted.new_tokens, wanted.batch_size)
     losses, _, loss_tokens = held_out_scores(model, windows)
-    found = ExitQuality(losses, agreement, loss_tokens, counted)
-    if wanted.docstring_windows:
-        losses, _, count = held_out_scores(model, docstring_windows(material, config).to(device))
-        found = dataclasses.replace(found, docstring_loss=losses, docstring_tokens=count)
-    if wanted.gsm8k:
-        problems = read_problems(wanted.gsm8k, wanted.gsm8k_questions)
-        with evaluating(model):
-            share = accuracy(model, material.tokenizer, problems, wanted)
-        found = dataclasses.replace(found, gsm8k=share, gsm8k_questions=len(problems))
-    return found
-
-
-def docstring_windows(material: Material, config: TrainConfig) -> torch.Tensor:
-    """Windows `[2, N, window]` of docstrings of the standard library's modules that are no tests, in a fixed order."""
-    wanted = config.eval
-    files = read_corpus(CorpusConfig(skip=("site-packages", "dist-packages", *sorted(TEST_FOLDERS)))).files
-    texts, needed = list[str](), 2 * wanted.docstring_windows * wanted.window
-    for text in docstrings(sorted(files, key=lambda file: rank_of(file.path))):
-        texts.append(text)
-        needed -= len(text) // 4
-        if needed < 0:
-            break
-    stream = pack([encode(material.tokenizer, text) for text in texts], config.run.seed)
-    return held_out_windows([stream], wanted.window, wanted.docstring_windows)
+    return ExitQuality(losses, agreement, loss_tokens, counted)
 
 
 def base_quality(config: TrainConfig, material: Material) -> ExitQuality | None:

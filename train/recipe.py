@@ -25,41 +25,15 @@ def rotating_exits(step: int, num_layers: int, period: int) -> tuple[int, ...]:
     return tuple(sorted({*range(1 + step % period, num_layers + 1, period), num_layers}))
 
 
-def gradual_exits(progress: float, num_layers: int) -> tuple[int, ...]:
-    """The exits trained at `progress` (0..1) of the run: the last, then one earlier exit after another.
-
-    Exit l of L is added when progress reaches 0.5 (L - l) / L, so that all are trained in the second half.
-    """
-    # Compared in units of 1 / (2 L) with a tolerance for rounding.
-    return tuple(n for n in range(1, num_layers + 1) if 2 * num_layers * progress + 1e-9 >= num_layers - n)
-
-
-def exits_at(step: int, progress: float, num_layers: int, config: ExitConfig) -> tuple[int, ...]:
-    """The exits trained at a 0-based step, ascending, with the last layer; `progress` (0..1) is that of the run."""
-    if not config.scale:
-        return (num_layers,)
-    if config.curriculum == "gradual":
-        return gradual_exits(progress, num_layers)
-    return rotating_exits(step, num_layers, 1 if config.curriculum == "all" else config.period)
-
-
-def exit_weights(exits: Sequence[int], num_layers: int, scale: float, shape: str) -> list[float]:
-    """Weights of the exits' losses, which sum to 1; those of early exits are multiplied by `scale`.
-
-    `shape`: uniform, or cumulative (1 + ... + l for exit l, as in the paper).
-    """
-    grown = [layer * (layer + 1) if shape == "cumulative" else 1 for layer in exits]
-    raw = [weight * (1.0 if layer == num_layers else scale) for layer, weight in zip(exits, grown, strict=True)]
+def exit_weights(exits: Sequence[int], num_layers: int, scale: float) -> list[float]:
+    """Weights of the exits' losses, which sum to 1; that of an early exit is `scale` times that of the last layer."""
+    raw = [1.0 if layer == num_layers else scale for layer in exits]
     return [weight / sum(raw) for weight in raw]
 
 
-def dropout_probability(layer: int, num_layers: int, maximum: float, progress: float = 1.0) -> float:
-    """Probability that a sequence skips a 0-based layer: D(l) S(t) `maximum`, with D(l) = exp(l ln2 / (L-1)) - 1.
-
-    `progress` t in 0..1 gives S(t) = exp(t ln2) - 1; with t = 1 there is no ramp.
-    """
-    depth = math.expm1(layer * math.log(2) / (num_layers - 1))
-    return maximum * depth * math.expm1(progress * math.log(2))
+def dropout_probability(layer: int, num_layers: int, maximum: float) -> float:
+    """Probability that a sequence skips a 0-based layer: D(l) `maximum`, with D(l) = exp(l ln2 / (L-1)) - 1."""
+    return maximum * math.expm1(layer * math.log(2) / (num_layers - 1))
 
 
 class LayerDropout:
@@ -71,12 +45,13 @@ class LayerDropout:
     """
 
     def __init__(self, layers: nn.ModuleList, maximum: float) -> None:
-        self.num_layers, self.maximum, self.progress = len(layers), maximum, 1.0
+        self.num_layers, self.maximum = len(layers), maximum
         self.handles = [layer.register_forward_hook(self._hook(index)) for index, layer in enumerate(layers)]
 
     def _hook(self, index: int) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
+        probability = dropout_probability(index, self.num_layers, self.maximum)
+
         def drop(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            probability = dropout_probability(index, self.num_layers, self.maximum, self.progress)
             if not module.training or not torch.is_grad_enabled() or probability <= 0:
                 return output
             rows = torch.rand(output.shape[0], 1, 1, device=output.device)
@@ -143,7 +118,7 @@ class EarlyExitLoss:
         self.distilled = torch.compile(distilled_loss, dynamic=False) if compiled else distilled_loss
 
     def __call__(
-        self, model: nn.Module, tokens: Tensor, step: int, labels: Tensor | None = None, progress: float = 0.0
+        self, model: nn.Module, tokens: Tensor, step: int, labels: Tensor | None = None
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Return the loss to minimise and the detached loss of every exit, float32 scalars in nats per token.
 
@@ -151,10 +126,9 @@ class EarlyExitLoss:
             tokens: int64 `[B, T]`.
             labels: int64 `[B, T]`, the tokens or -100 where one does not count; default: the tokens. A batch in which
                 no token counts has loss 0 and no exits.
-            progress: 0..1, for the gradual curriculum.
         """
         parts, config = find_parts(model), self.config
-        exits = exits_at(step, progress, self.num_layers, config)
+        exits = rotating_exits(step, self.num_layers, config.period) if config.scale else (self.num_layers,)
         targets = (tokens if labels is None else labels)[:, 1:].flatten()
         counted = (targets != IGNORED).nonzero()[:, 0]  # the head runs over tokens that count only
         targets = targets if labels is None else targets[counted]
@@ -174,7 +148,7 @@ class EarlyExitLoss:
             if number not in losses:
                 state = hidden[number]
                 losses[number] = self.distilled(state, parts.norm, parts.head, targets, teacher, config.distill)
-        weights = exit_weights(exits, self.num_layers, config.scale, config.weights)
+        weights = exit_weights(exits, self.num_layers, config.scale)
         total = torch.stack([weight * losses[number] for weight, number in zip(weights, exits, strict=True)]).sum()
         return total, {number: loss.detach() for number, loss in losses.items()}
 

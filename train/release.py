@@ -61,7 +61,7 @@ def release(config: TrainConfig, command: str) -> ExitQuality:
         origin=material.origin,
         train_tokens=train_tokens(material),
         held_out_tokens=count(material.held_out),
-        epoch_tokens=count(material.train) + 1 if material.train else 0,
+        epoch_tokens=count(material.train) + 1,
         steps=int(checkpoint.name.rpartition("-")[2]),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         quality=quality,
@@ -80,7 +80,7 @@ def release(config: TrainConfig, command: str) -> ExitQuality:
 
 
 def train_tokens(material: Material) -> int:
-    """The number of tokens to train on, each text counted once; 0 where they are streamed."""
+    """The number of tokens to train on, each text counted once."""
     if material.corpus is None:
         return count(material.train)
     return count(encode_files(material.tokenizer, material.corpus.train))

@@ -35,15 +35,12 @@ class DataConfig:
     path: str = option("", "File or data set of texts or conversations; empty means the corpus of Python files.")
     name: str = option("", "Configuration of the data set, where it has several.")
     split: str = option("train", "Split of the data set.")
-    streaming: bool = option(False, "Whether the data set is read while training instead of before it.")
-    shuffle_buffer: int = option(1000, "Texts among which a streamed data set is shuffled.")
     text_field: str = option("text", "Field of a row with its text.")
     messages_field: str = option("", "Field of a row with its conversation; empty means that rows are texts.")
     max_length: int = option(0, "Longest text in tokens; 0 means no limit.")
     held_out_percent: float = option(2.0, "Share of the texts kept for evaluation.")
 
     def __post_init__(self) -> None:
-        check(self.shuffle_buffer >= 1, "shuffle_buffer", "at least 1", self.shuffle_buffer)
         check(self.max_length == 0 or self.max_length > 1, "max_length", "0 or at least 2", self.max_length)
         check(0 < self.held_out_percent < 100, "held_out_percent", "between 0 and 100", self.held_out_percent)
         check(bool(self.text_field or self.messages_field), "text_field", "the name of a field", self.text_field)
@@ -108,9 +105,6 @@ class LoraConfig:
     target_modules: tuple[str, ...] = option(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), "Modules that get an adapter."
     )
-    layers_to_transform: tuple[int, ...] = option(
-        (), "Layers that get adapters, counted from 0, such as the drafting ones; empty means all."
-    )
     merge: bool = option(True, "Whether adapters are merged into the weights, or written as an adapter folder.")
 
     def __post_init__(self) -> None:
@@ -118,22 +112,16 @@ class LoraConfig:
         check(self.alpha > 0, "alpha", "positive", self.alpha)
         check(0 <= self.dropout < 1, "dropout", "at least 0 and below 1", self.dropout)
         check(bool(self.target_modules), "target_modules", "a list of module names", self.target_modules)
-        lowest = min(self.layers_to_transform, default=0)
-        check(lowest >= 0, "layers_to_transform", "a list of layer numbers from 0", lowest)
 
 
 @dataclass(frozen=True, slots=True)
 class ExitConfig:
     """LayerSkip (arXiv 2404.16710): losses at early layers, and layers dropped at random."""
 
-    curriculum: str = option(
-        "rotational", "Which exits a step trains: rotational, gradual (from the last layer backwards), or all."
-    )
     period: int = option(8, "Each step trains every 8th layer's exit, shifted by one each step, and always the last.")
     scale: float = option(
         0.5, "Weight of an early exit's loss relative to the last layer's, before the weights are normalised."
     )
-    weights: str = option("uniform", "How weights grow with depth: uniform, or cumulative as in the paper.")
     distill: float = option(0.0, "Share of the teacher's distribution in a target; the rest is the text's next token.")
     teacher: str = option(
         "last", "Teacher: last, the last layer, of the early exits; or base, the model without adapters, of all."
@@ -141,13 +129,10 @@ class ExitConfig:
     dropout_max: float = option(
         0.1, "Chance that a sequence skips the last layer; it falls exponentially to 0 at the first."
     )
-    dropout_ramp: bool = option(False, "Whether that chance rises over the run.")
 
     def __post_init__(self) -> None:
-        _check_choice("curriculum", self.curriculum, "rotational", "gradual", "all")
         check(self.period >= 1, "period", "at least 1", self.period)
         check(self.scale >= 0, "scale", "at least 0", self.scale)
-        _check_choice("weights", self.weights, "uniform", "cumulative")
         check(0 <= self.distill <= 1, "distill", "between 0 and 1", self.distill)
         _check_choice("teacher", self.teacher, "last", "base")
         check(0 <= self.dropout_max < 1, "dropout_max", "at least 0 and below 1", self.dropout_max)
@@ -197,9 +182,6 @@ class RunConfig:
     )
     save_steps: int = option(100, "Steps between checkpoints.")
     log_steps: int = option(10, "Steps between lines of the log.")
-    report_to: str = option(
-        "none", "Where else the log goes: none, tensorboard, wandb, or another that transformers knows."
-    )
     compile: bool = option(True, "Whether layers and losses are compiled.")
     bf16: bool = option(True, "Whether matrix products run in bfloat16.")
 
@@ -226,16 +208,8 @@ class EvalConfig:
     prompt_tokens: int = option(256, "Tokens of held-out text before a continuation.")
     num_prompts: int = option(96, "Held-out prompts that are continued greedily, to measure agreement.")
     new_tokens: int = option(64, "Tokens of such a continuation at most.")
-    docstring_windows: int = option(0, "Windows of docstrings of the standard library; 0 leaves them out.")
-    gsm8k: str = option("", "File of GSM8K, test.jsonl, with question and answer; empty leaves it out.")
-    gsm8k_questions: int = option(0, "The first questions of it; 0 means all.")
-    gsm8k_tokens: int = option(256, "Tokens of a solution at most.")
-    batch_size: int = option(16, "Prompts or questions answered at once; on a CPU 16 or less.")
+    batch_size: int = option(16, "Prompts answered at once; on a CPU 16 or less.")
 
     def __post_init__(self) -> None:
-        may_be_zero = ("docstring_windows", "gsm8k_questions")
-        counts = [each.name for each in dataclasses.fields(self) if each.type == "int"]
-        check_least(self, 1, *(name for name in counts if name not in may_be_zero))
-        check_least(self, 0, *may_be_zero)
-        check(not self.gsm8k or Path(self.gsm8k).is_file(), "gsm8k", "a .jsonl file", self.gsm8k)
+        check_least(self, 1, *(each.name for each in dataclasses.fields(self)))
         check(self.window >= 2, "window", "at least 2", self.window)

@@ -76,11 +76,9 @@ def _datasets(config: DataConfig) -> Iterator[Record]:
         raise ValueError(f"data.path {config.path!r} needs the package datasets; pip install datasets") from error
     try:
         if config.path.endswith(".parquet"):
-            found = datasets.load_dataset("parquet", data_files=config.path, split="train", streaming=config.streaming)
+            found = datasets.load_dataset("parquet", data_files=config.path, split="train")
         else:
-            found = datasets.load_dataset(
-                config.path, config.name or None, split=config.split, streaming=config.streaming
-            )
+            found = datasets.load_dataset(config.path, config.name or None, split=config.split)
         yield from found
     except Exception as error:  # the hub, the network and every file format have errors of their own
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
-from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
 from train.backbone import find_parts
 from train.callbacks import HeldOut
@@ -37,24 +36,11 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         use_cpu=not torch.cuda.is_available(),
         remove_unused_columns=False,
         dataloader_pin_memory=False,
-        report_to=run.report_to,
+        report_to="none",
         label_names=["labels"],
         logging_nan_inf_filter=False,  # a loss that is not finite ends the run
         disable_tqdm=True,
     )
-
-
-def check_report_to(name: str) -> None:
-    """Raise ValueError where transformers has no such reporter, or its package is not installed."""
-    if name == "none":
-        return
-    try:
-        for make in get_reporting_integration_callbacks([name]):
-            make()
-    except (ValueError, RuntimeError, ImportError) as error:
-        raise ValueError(
-            f"run.report_to must be none or a reporter that is installed, got {name!r}: {error}"
-        ) from error
 
 
 def collate(items: list[Tensor]) -> dict[str, Tensor]:
@@ -69,7 +55,6 @@ class EarlyExitTrainer(Trainer):
     def __init__(
         self, model: nn.Module, config: TrainConfig, train_dataset: Dataset[Tensor], clock: Clock, **kwargs: Any
     ) -> None:
-        check_report_to(config.run.report_to)
         super().__init__(
             model, training_arguments(config), data_collator=collate, train_dataset=train_dataset, **kwargs
         )
@@ -80,7 +65,7 @@ class EarlyExitTrainer(Trainer):
         layers = find_parts(model).layers
         has_labels = config.data.path or config.text.num_texts  # then the number of rows varies
         self.exit_loss = EarlyExitLoss(config.exits, len(layers), config.run.compile and not has_labels)
-        self.dropout = LayerDropout(layers, config.exits.dropout_max)
+        LayerDropout(layers, config.exits.dropout_max)
         self.step_losses: dict[int, list[Tensor]] = {}
         self.unfinished: Path | None = None
         for callback in self.callback_handler.callbacks:
@@ -95,11 +80,9 @@ class EarlyExitTrainer(Trainer):
         num_items_in_batch: Any = None,
     ) -> Any:
         step = self.state.global_step
-        progress = self.clock.progress(step)
-        self.dropout.progress = progress if self.config.exits.dropout_ramp else 1.0
         tokens, own = inputs["input_ids"], self.accelerator.unwrap_model(model)
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.config.run.bf16):
-            loss, losses = self.exit_loss(own, tokens, step, inputs.get("labels"), progress)
+            loss, losses = self.exit_loss(own, tokens, step, inputs.get("labels"))
         for number, value in losses.items():
             self.step_losses.setdefault(number, []).append(value)
         return (loss, losses) if return_outputs else loss

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from tests.helpers import tokens_of
 from tests.slow import slow
@@ -21,7 +21,6 @@ from train import chats, run
 from train.__main__ import main
 from train.config import parse_config
 from train.generate import continue_prompts
-from train.gsm8k import accuracy, last_number, read_problems
 from train.material import gather, load_tokenizer
 from train.models import build_model, load_base
 from train.recipe import EarlyExitLoss
@@ -32,10 +31,6 @@ CHATML = (
     "{% for message in messages %}<|endoftext|>{{ message['role'] }}\n{{ message['content'] }}<|endoftext|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|endoftext|>assistant\n{% endif %}"
 )
-PROBLEMS = [
-    {"question": "How many legs have two cats?", "answer": "2 * 4 = <<2*4=8>>8\n#### 8"},
-    {"question": "What is 1,000 + 234.5?", "answer": "#### 1,234.5"},
-]
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +54,6 @@ def base(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def settings(base, tmp_path) -> dict:
-    problems = tmp_path / "gsm8k.jsonl"
-    problems.write_text("".join(json.dumps(each) + "\n" for each in PROBLEMS))
     return {
         "model": {"base": str(base)},
         "text": {"num_texts": 9, "num_held_out": 3, "prompt_tokens": 5, "max_new_tokens": 16, "batch_size": 6},
@@ -86,9 +79,6 @@ def settings(base, tmp_path) -> dict:
             "num_prompts": 3,
             "prompt_tokens": 8,
             "new_tokens": 8,
-            "docstring_windows": 2,
-            "gsm8k": str(problems),
-            "gsm8k_tokens": 4,
             "batch_size": 2,
         },
     }
@@ -103,14 +93,10 @@ def start(settings, tmp_path, *options: str) -> int:
 def test_one_command_writes_chats_trains_and_compares(settings, base, tmp_path, capsys):
     assert start(settings, tmp_path, "--run.seed", "3") == 0
     card = (tmp_path / "adapter" / "README.md").read_text("utf-8")
-    assert "continued from `tiny-chat`" in card and "100% the base model's distribution" in " ".join(card.split())
+    assert "continued from `tiny-chat`" in card and "\n  teacher: base\n" in card
     assert "| exit layer | loss | agreement | loss before | agreement before |" in card
-    assert f"`python -m train {tmp_path / 'config.yaml'} --run.seed 3`" in card
-    for figure in ("perplexity of the base model's held-out answers", "perplexity of docstrings", "GSM8K"):
-        (line,) = [line for line in card.splitlines() if line.startswith(f"| {figure}")]
-        assert all(line.split(" | ")[1:])
-    quality = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert quality["gsm8k_questions"] == 2 and quality["docstring_tokens"] > 50
+    assert f"`python -m train {tmp_path / 'config.yaml'} --run.seed 3`" in " ".join(card.split())
+    assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["agreement"]) == 4
 
     plain = load(str(base))
     adapted = load(str(base), adapter=tmp_path / "adapter")
@@ -221,7 +207,6 @@ def test_training_ends_when_its_time_is_over_and_the_model_is_still_measured(set
     for module in ("run", "clock", "samples"):  # a clock that goes on by a hundredth of a second at every look
         monkeypatch.setattr(f"train.{module}.time", SimpleNamespace(monotonic=lambda: next(looks) / 100))
     settings["run"] |= {"max_steps": 10_000, "save_steps": 10_000, "max_minutes": 0.05}
-    settings["eval"] |= {"gsm8k": "", "docstring_windows": 0}
     assert start(settings, tmp_path) == 1
     assert "run.max_minutes = 0.05 leaves no time to train" in capsys.readouterr().err
     monkeypatch.setattr(run, "EXPORT_SECONDS", 0.0)
@@ -230,31 +215,6 @@ def test_training_ends_when_its_time_is_over_and_the_model_is_still_measured(set
     rows = (tmp_path / "adapter" / "training.csv").read_text().splitlines()[1:]
     rates = [float(row.split(",")[1]) for row in rows]
     assert 1 < len(rates) < 10_000 and rates[-1] < 0.1 * max(rates)
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("so 3 and 4,000.", 4000.0), ("-2.5 is it", -2.5), ("$1,234.50", 1234.5), ("none", None), ("", None)],
-)
-def test_the_last_number_of_an_answer_counts(text, number):
-    assert last_number(text) == number
-
-
-def test_problems_are_scored_by_what_the_model_says(settings, base, monkeypatch):
-    config = parse_config(settings).eval
-    problems = read_problems(config.gsm8k)
-    assert [each.answer for each in problems] == [8.0, 1234.5] and len(read_problems(config.gsm8k, 1)) == 1
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    said = iter(["2 cats have 8 legs, 2 * 4 = 8.", "1,000 + 234 = 1234"])
-
-    def answer(model, prompts, count):
-        return [tokenizer(next(said))["input_ids"] for _ in prompts]
-
-    monkeypatch.setattr("train.gsm8k.continue_prompts", answer)
-    assert accuracy(torch.nn.Identity(), tokenizer, problems, config) == 0.5
-    Path(config.gsm8k).write_text('{"question": "What?", "answer": "8"}\n')
-    with pytest.raises(ValueError, match=r"eval\.gsm8k needs a question and an answer with #### NUMBER, got record 1"):
-        read_problems(config.gsm8k)
 
 
 ABSENT = ("antlr4", "datasets", "gguf", "lm_eval", "omegaconf", "rich", "torchao", "xllamacpp")

@@ -148,7 +148,6 @@ def test_too_little_text_is_refused(texts, command, capsys):
     ("section", "values", "message"),
     [
         ("corpus", {"root": "/none/at/all"}, "corpus.root must be a folder, got '/none/at/all'"),
-        ("run", {"report_to": "paper"}, "run.report_to must be none or a reporter that is installed, got 'paper'"),
     ],
 )
 def test_bad_settings_end_with_one_sentence(small_settings, command, capsys, section, values, message):

@@ -8,11 +8,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train.data import StreamedWindows, pack, shuffled
+from train.data import pack
 from train.sections import DataConfig
 from train.texts import content_of, encode, encode_chat, rank_of, read_records, split_held_out
 from train.tokenizer import train_tokenizer
@@ -42,14 +41,13 @@ def test_records_come_from_lines_of_json_and_from_paragraphs(tmp_path):
     assert list(read_records(DataConfig(path=str(tmp_path / "b.txt")))) == [{"text": "one\nline\n"}, {"text": "two"}]
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_records_come_from_parquet_through_datasets(tmp_path, monkeypatch, streaming):
+def test_records_come_from_parquet_through_datasets(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     datasets.disable_progress_bars()
     path = str(tmp_path / "a.parquet")
     datasets.Dataset.from_dict({"text": ["one", "two"]}).to_parquet(path)
-    assert [each["text"] for each in read_records(DataConfig(path=path, streaming=streaming))] == ["one", "two"]
+    assert [each["text"] for each in read_records(DataConfig(path=path))] == ["one", "two"]
 
 
 @pytest.mark.parametrize(
@@ -133,44 +131,6 @@ def test_templates_that_cannot_be_used_are_refused(tokenizer):
     tokenizer.chat_template = FORGETFUL
     with pytest.raises(ValueError, match=r"cannot render the messages .*: it changes earlier turns"):
         encode_chat(tokenizer, CHAT)
-
-
-def _documents(epoch: int):
-    for number in range(10):
-        tokens = np.full(3 + number, 100 * epoch + number + 1)
-        tokens[-1] = 0
-        yield np.stack([tokens, tokens])
-
-
-def test_streamed_windows_depend_on_their_number_alone():
-    def windows() -> StreamedWindows:
-        return StreamedWindows(_documents, lengths=[4, 8], tokens_per_batch=8, num_batches=20)
-
-    whole = windows()
-    batches = [whole[index] for index in range(20)]
-    assert [tuple(batch.shape) for batch in batches[:3]] == [(2, 2, 4), (2, 1, 8), (2, 2, 4)]
-    flat = torch.cat([batch[0].flatten() for batch in batches])
-    epochs = np.concatenate([[0], *(each[0] for epoch in range(3) for each in _documents(epoch))])
-    assert torch.equal(flat, torch.from_numpy(epochs[: len(flat)]))  # nothing is lost between batches and epochs
-    resumed = windows()
-    assert torch.equal(resumed[13], batches[13]) and torch.equal(resumed[14], batches[14])
-    assert torch.equal(resumed[2], batches[2])
-
-
-def test_streamed_windows_without_any_text_say_so():
-    with pytest.raises(ValueError, match="holds no text to train on"):
-        StreamedWindows(lambda epoch: iter(()), lengths=[4], tokens_per_batch=4, num_batches=1)[0]
-
-
-def test_shuffling_a_stream_loses_nothing_and_repeats_itself():
-    def items():
-        return iter([np.asarray([number]) for number in range(50)])
-
-    first = [int(each[0]) for each in shuffled(items(), 8, (0, 0))]
-    assert sorted(first) == list(range(50)) and first != sorted(first)
-    assert first == [int(each[0]) for each in shuffled(items(), 8, (0, 0))]
-    assert first != [int(each[0]) for each in shuffled(items(), 8, (0, 1))]
-    assert first[0] < 8
 
 
 def test_the_rank_of_a_content_depends_on_nothing_else():
