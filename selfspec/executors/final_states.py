@@ -1,13 +1,14 @@
 """The model's final state of the token before each row's last one, which exit heads read.
 
-Verification computes it, and the `Sequence` keeps it with its token's place. Where another token is the last but one by
-now, it is unknown: drafts read zeros, and no token changes.
+Verification computes it, and the `Sequence` keeps it with its token's place. Where it is not that of the last token
+with keys and values, it is unknown: drafts read zeros, and no token changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -28,19 +29,23 @@ def states_of(split: SplitModel, rows: Sequence[Row]) -> Tensor | None:
 
 def own_state(row: Row, unknown: Tensor) -> Tensor:
     """A row's state `[hidden_size]`; `unknown` where it is not known."""
-    is_known = row.final_state is not None and row.final_at == row.num_tokens - 2
+    is_known = row.final_state is not None and row.final_at == row.num_cached - 1
     return row.final_state if is_known else unknown  # type: ignore[return-value]
 
 
-def before_each(states: Tensor | None, finals: Tensor, counts: Iterable[int]) -> Tensor | None:
-    """The final state one token before each of N packed tokens, `[N, hidden_size]`.
+@overload
+def before_each(states: Tensor, finals: Tensor, counts: Iterable[int]) -> Tensor: ...
+@overload
+def before_each(states: Tensor | None, finals: Tensor | None, counts: Iterable[int]) -> Tensor | None: ...
+def before_each(states: Tensor | None, finals: Tensor | None, counts: Iterable[int]) -> Tensor | None:
+    """The final state one token before each of N packed tokens, `[N, hidden_size]`; None where states are None.
 
     Args:
-        states: `[rows, hidden_size]`, those before each row's first token; None gives None.
+        states: `[rows, hidden_size]`, those before each row's first token.
         finals: `[N, hidden_size]`, of the tokens themselves.
         counts: the tokens of each row.
     """
-    if states is None:
+    if states is None or finals is None:
         return None
     starts = torch.tensor([0, *accumulate(counts)][:-1], device=finals.device)
     shifted = finals.roll(1, 0)

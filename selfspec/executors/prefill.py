@@ -11,6 +11,7 @@ from torch import Tensor
 
 from selfspec.control.plan import SEED_POSITIONS, Policy
 from selfspec.core import Sequence
+from selfspec.executors.final_states import before_each, states_of
 from selfspec.executors.logprobs import TokenLogprobs, token_logprobs
 from selfspec.executors.penalties import Penalties, Text
 from selfspec.executors.picker import Picker
@@ -56,6 +57,7 @@ def prefill(
     packed = PackedRows(cache, spans, split.device)
     packed.plans["prompts"] = [len(row.token_ids) - 1 for row, _ in fed]  # read in exact mode
     last = split.run(packed, 0, split.num_layers, tensor_of(tokens, split.device), taps)
+    before = before_each(states_of(split, [row for row, _ in fed]), last, [count for _, count in fed])
     at = 0
     for row, count in fed:
         logprobs = _prompt_logprobs(split, row, last[at : at + count])
@@ -65,7 +67,7 @@ def prefill(
         if split.exit_heads is not None:
             row.final_state, row.final_at = last[at - 1].clone(), row.num_cached - 1
     for probe in probes:
-        _seed_policy(split, picker, probe, last, taps or {}, policy)
+        _seed_policy(split, picker, probe, last, before, taps or {}, policy)
 
 
 def _prompt_logprobs(split: SplitModel, row: Sequence, last: Tensor) -> list[TokenLogprobs]:
@@ -109,8 +111,21 @@ def _probe(row: Sequence, start: int, count: int, at: int, policy: Policy) -> _P
     return _Probe(row, layers, slice(at + first - start, at + count), first) if layers else None
 
 
-def _seed_policy(split: SplitModel, picker: Picker, probe: _Probe, last: Tensor, taps: Taps, policy: Policy) -> None:
-    """Compute the shadow picks of a probe and give them to the policy. `last`: hidden states after the last layer."""
+def _seed_policy(
+    split: SplitModel,
+    picker: Picker,
+    probe: _Probe,
+    last: Tensor,
+    before: Tensor | None,
+    taps: Taps,
+    policy: Policy,
+) -> None:
+    """Compute the shadow picks of a probe and give them to the policy.
+
+    Args:
+        last: hidden states after the last layer.
+        before: those of the tokens before, which exit heads read; None: there are no heads.
+    """
     final = last[probe.where]
     params, content, start = probe.row.request.params, probe.row.token_ids, probe.first + 1
     many = [params] * len(final)
@@ -123,8 +138,7 @@ def _seed_policy(split: SplitModel, picker: Picker, probe: _Probe, last: Tensor,
         logits = penalty.applied(logits)
     picks = picker(logits, many, positions).tokens
     hidden = torch.stack([taps[layer][probe.where] for layer in probe.layers])  # type: ignore[index]
-    before = final.roll(1, 0)  # of the tokens before; unknown before the first one
-    before[0] = 0
+    before = None if before is None else before[probe.where]
     given = hidden, many, positions, logits, picks
     shadow = shadow_picks(split, picker, probe.layers, *given, penalty=penalty, last=before)
     policy.seed(probe.row, shadow)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from selfspec.control.acceptance import Tracker
-from selfspec.learning.states import Positions, before, chunks, run_texts, with_rest
+from selfspec.learning.states import Positions, chunks, run_texts, with_rest
 from selfspec.learning.written import Sample
 from selfspec.model.draft_vocabulary import Subset
 from selfspec.model.exit_heads import ExitHeads
@@ -39,7 +39,7 @@ def with_own_states(
         generator: draws which is which.
     """
     batch, dice = seen.pick(index, at, split.device), torch.rand(len(at), generator=generator)
-    is_later = (dice < OWN_SHARE) & (at > 0) & (seen.last[at] != 0).any(-1)
+    is_later = (dice < OWN_SHARE) & (at > 0) & ~seen.is_first[at]
     own = is_later.nonzero()[:, 0]
     with torch.no_grad():
         if len(own):
@@ -121,10 +121,9 @@ def acceptance_prior(split: SplitModel, texts: Sequence[Sample]) -> dict[str, An
             picks = torch.cat(
                 [split.logits(states.final[chunk]).argmax(-1) for chunk in chunks(split, len(states.final))]
             )
-            last = before(states.final, [len(states.final)])
             for layer, hidden in zip(layers, states.hidden, strict=True):
                 for chunk in chunks(split, len(hidden)):
-                    changed = split.through_heads(hidden[None, chunk], (layer,), last[chunk])[0]
+                    changed = split.through_heads(hidden[None, chunk], (layer,), states.last[chunk])[0]
                     confidence, own = split.head_logits(changed, True).softmax(-1).max(-1)
                     tracker.add(layer, (own == picks[chunk]).tolist(), confidence.tolist())
             number += len(picks)

@@ -8,12 +8,12 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from selfspec.executors.final_states import before_each
 from selfspec.learning.states import (
     CUDA_PAGE_SIZE,
     TOKENS_PER_CALL,
     Positions,
     States,
-    before,
     chunks,
     half_of,
     with_rest,
@@ -44,7 +44,7 @@ def answer_and_collect(
     with torch.no_grad():  # no inference mode, since the results are used in training
         states = batch.read()
         while live:
-            kept, logits = _kept(split, states, top_k)
+            kept, logits = _kept(split, states, top_k, is_first=not parts)
             parts.append(kept)
             goes_on = []
             for place, row in enumerate(live):
@@ -56,19 +56,19 @@ def answer_and_collect(
             if live:
                 states = batch.step(live, [outputs[row] for row in live])
     order, joined = torch.tensor([place for own in at for place in own]), Positions.joined(parts)
-    finals = before(joined.last[order], [len(own) for own in at])
-    seen = Positions(joined.hidden[:, order], finals, joined.ids[order], joined.log_probs[order])
+    seen = Positions(joined.hidden[:, order], *(part[order] for part in joined[1:]))
     samples = zip(tasks, outputs, strict=True)
     return [Sample([*task.prompt, *output], len(task.prompt)) for task, output in samples], seen
 
 
-def _kept(split: SplitModel, states: States, top_k: int) -> tuple[Positions, Tensor]:
-    """What is learned from, on the host, `last` being the final states at the positions; logits `[N, vocab]`."""
+def _kept(split: SplitModel, states: States, top_k: int, is_first: bool) -> tuple[Positions, Tensor]:
+    """What is learned from, on the host; logits `[N, vocab]`."""
     logits = torch.cat([split.logits(states.final[chunk]) for chunk in chunks(split, len(states.final))])
     top, ids = logits.topk(min(top_k, split.vocab_size - 1), sorted=True)
     log_probs = with_rest(top - logits.logsumexp(-1, keepdim=True))
-    hidden, final = (one.to("cpu", half_of(split)) for one in states)
-    return Positions(hidden, final, ids.cpu().int(), log_probs.cpu().half()), logits
+    hidden, last = (one.to("cpu", half_of(split)) for one in (states.hidden, states.last))
+    firsts = torch.full((len(ids),), is_first)
+    return Positions(hidden, last, firsts, ids.cpu().int(), log_probs.cpu().half()), logits
 
 
 def _pick(logits: Tensor, ids: Tensor, temperature: float, noise: torch.Generator) -> int:
@@ -97,23 +97,28 @@ class _Batch:
             size = sum(len(self.tasks[one].prompt) for one in group)
             if row + 1 == len(self.tasks) or size + len(self.tasks[row + 1].prompt) > TOKENS_PER_CALL:
                 prompts = [self.tasks[one].prompt for one in group]
-                last = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0) - 1
+                ends = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0) - 1
                 spans = [Span(self.pages[one], 0, len(self.tasks[one].prompt)) for one in group]
-                parts.append(self._run(spans, [token for prompt in prompts for token in prompt], last))
+                parts.append(self._run(spans, [token for prompt in prompts for token in prompt], ends))
                 group = []
-        hidden, final = zip(*parts, strict=True)
-        return States(torch.cat(hidden, 1), torch.cat(final))
+        hidden, *others = zip(*parts, strict=True)
+        states = States(torch.cat(hidden, 1), *(torch.cat(one) for one in others))
+        self.finals = states.final.clone()
+        return states
 
     def step(self, rows: Sequence[int], outputs: Sequence[Sequence[int]]) -> States:
         """Run the last token of some rows."""
         starts = [len(self.tasks[row].prompt) + len(own) - 1 for row, own in zip(rows, outputs, strict=True)]
         spans = [Span(self.pages[row], start, 1) for row, start in zip(rows, starts, strict=True)]
-        return self._run(spans, [own[-1] for own in outputs], None)
+        last, states = self.finals[rows], self._run(spans, [own[-1] for own in outputs], None)
+        self.finals[rows] = states.final
+        return states._replace(last=last)
 
     def _run(self, spans: Sequence[Span], tokens: Sequence[int], at: Tensor | None) -> States:
         split, taps = self.split, Taps(dict.fromkeys(self.exits))
         rows = PackedRows(self.cache, spans, split.device)
         final = split.run(rows, 0, split.num_layers, torch.tensor(tokens, device=split.device), taps)
         where = slice(None) if at is None else at.to(split.device)
+        before = before_each(final.new_zeros(len(spans), final.shape[1]), final, [span.length for span in spans])
         hidden = torch.stack([taps[layer][where] for layer in self.exits])  # type: ignore[index]
-        return States(hidden, final[where])
+        return States(hidden, final[where], before[where])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from selfspec.executors.final_states import before_each
 from selfspec.learning.written import Sample, count_positions
 from selfspec.model.fingerprint import hidden_size_of
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
@@ -26,13 +26,15 @@ class States(NamedTuple):
 
     hidden: Tensor  # [exits, N, hidden_size], before the final norm
     final: Tensor  # [N, hidden_size], after the last layer and the final norm
+    last: Tensor  # [N, hidden_size], the same of the token before; zeros at the first token of a text
 
 
 class Positions(NamedTuple):
     """What heads learn from at N positions: those of whole answers, in order."""
 
     hidden: Tensor  # [exits, N, hidden_size], before the final norm
-    last: Tensor  # [N, hidden_size], final states one token before; zeros at the first position of an answer
+    last: Tensor  # [N, hidden_size], final states one token before
+    is_first: Tensor  # bool [N]: whether the position is the first of its answer
     ids: Tensor  # [N, k], the most probable next tokens, the most probable one first
     log_probs: Tensor  # [N, k + 1] of these tokens and, last, of all others together
 
@@ -45,6 +47,7 @@ class Positions(NamedTuple):
         return Positions(
             self.hidden[index, at].to(device, torch.float32),
             self.last[at].to(device, torch.float32),
+            self.is_first[at].to(device),
             self.ids[at].to(device, torch.int64),
             self.log_probs[at].to(device, torch.float32),
         )
@@ -54,14 +57,6 @@ class Positions(NamedTuple):
         """All positions of several parts, in their order."""
         hidden, *others = zip(*parts, strict=True)
         return cls(torch.cat(hidden, 1), *(torch.cat(one) for one in others))
-
-
-def before(finals: Tensor, counts: Sequence[int]) -> Tensor:
-    """Final states `[N, hidden_size]` of answers of so many positions each, one token later; zeros at their firsts."""
-    starts = torch.tensor([0, *accumulate(counts)][:-1], dtype=torch.int64, device=finals.device)
-    last = finals.roll(1, 0)
-    last[starts] = 0
-    return last
 
 
 def run_texts(split: SplitModel, texts: Sequence[Sample], exits: Sequence[int]) -> Iterator[States]:
@@ -80,10 +75,11 @@ def run_texts(split: SplitModel, texts: Sequence[Sample], exits: Sequence[int]) 
         taps: Taps = dict.fromkeys(exits)
         with torch.no_grad():  # no inference mode, since the results are used in training
             rows = PackedRows(cache, spans, split.device)
-            last = split.run(rows, 0, split.num_layers, torch.tensor(tokens, device=split.device), taps)
+            final = split.run(rows, 0, split.num_layers, torch.tensor(tokens, device=split.device), taps)
+            before = before_each(final.new_zeros(len(group), final.shape[1]), final, [span.length for span in spans])
             at = torch.tensor(kept, device=split.device)
             hidden = torch.stack([taps[layer][at] for layer in exits])  # type: ignore[index]
-            yield States(hidden, last[at])
+            yield States(hidden, final[at], before[at])
 
 
 def _groups(lengths: Sequence[int]) -> Iterator[list[int]]:
@@ -115,6 +111,7 @@ def collect(split: SplitModel, texts: Sequence[Sample], exits: Sequence[int], to
     kept = Positions(
         torch.empty(len(exits), num, width, dtype=half),
         torch.empty(num, width, dtype=half),
+        torch.tensor([place == 0 for text in texts for place in range(len(text.positions))]),
         torch.empty(num, k, dtype=torch.int32),
         torch.empty(num, k + 1, dtype=torch.float16),
     )
@@ -122,14 +119,14 @@ def collect(split: SplitModel, texts: Sequence[Sample], exits: Sequence[int], to
     for part in run_texts(split, texts, exits):
         size = len(part.final)
         kept.hidden[:, at : at + size] = part.hidden.to("cpu", half)
-        kept.last[at : at + size] = part.final.to("cpu", half)
+        kept.last[at : at + size] = part.last.to("cpu", half)
         for chunk in chunks(split, size):
             with torch.no_grad():
                 top, ids = split.logits(part.final[chunk]).log_softmax(-1).topk(k, sorted=True)
             where = slice(at + chunk.start, at + chunk.start + len(ids))
             kept.ids[where], kept.log_probs[where] = ids.cpu().int(), with_rest(top).cpu().half()
         at += size
-    return kept._replace(last=before(kept.last, [len(text.positions) for text in texts if text.positions]))
+    return kept
 
 
 def half_of(split: SplitModel) -> torch.dtype:

@@ -267,28 +267,17 @@ class SplitModel:
             return self.head_logits(hidden, False)
         return self.head_logits(self.through_heads(hidden[None], (exit_layer,))[0], True)
 
-    def draft_logits(self, hidden: Tensor, exit_layer: int, size: int) -> tuple[Tensor, Tensor | None]:
-        """Logits in fp32 over the `size` most frequent tokens, `[N, size]`, and these tokens, int64 `[size]`.
-
-        For drafts only. Where the model's head is no plain linear layer, the logits are over the whole vocabulary, and
-        the tokens are None.
-
-        Args:
-            hidden: `[N, hidden_size]` after `exit_layer` layers, before the final norm.
-        """
-        subset = self.draft_subset(size)
-        if subset is None:
-            return self.logits(hidden, exit_layer), None
-        return self.subset_logits(hidden, exit_layer, subset), subset.tokens
-
     def subset_of(self, tokens: Tensor) -> Subset | None:
         """A part of the vocabulary, int64 `[size]`, ascending, for `subset_logits`; None without such a head."""
         return None if self._draft_head is None else self._draft_head.of_tokens(tokens)
 
     def subset_logits(self, hidden: Tensor, exit_layer: int | None, subset: Subset) -> Tensor:
-        """The logits of `draft_logits` for given tokens, `[N, size]` in fp32; with gradients if `hidden` has some.
+        """Logits over a part of the vocabulary, `[N, size]` in fp32; with gradients if `hidden` has some.
+
+        For drafts only.
 
         Args:
+            hidden: `[N, hidden_size]` after `exit_layer` layers, before the final norm.
             exit_layer: None: `hidden` went through the exit's head already.
         """
         head = self._draft_head
@@ -299,7 +288,7 @@ class SplitModel:
         return head.logits(self.normed(hidden), subset)
 
     def leave_out_heads(self, short: bool = True, draft: bool = True) -> None:
-        """Disable the heads of `short_logits` and `draft_logits`; the whole vocabulary is used instead."""
+        """Disable the heads of `short_logits` and `subset_logits`; the whole vocabulary is used instead."""
         self._short = None if short else self._short
         self._draft_head = None if draft else self._draft_head
 

@@ -47,10 +47,11 @@ def test_drafts_are_tokens_of_the_subset_and_those_of_the_whole_head_where_it_ha
     with torch.inference_mode():
         hidden = torch.randn(30, 32)
         whole = target.split.logits(hidden, 2)
-        logits, tokens = target.split.draft_logits(hidden, 2, 33)
+        subset = target.split.draft_subset(33)
+        logits, tokens = target.split.subset_logits(hidden, 2, subset), subset.tokens
     assert tokens.tolist() == sorted({*tokens.tolist()}) and len(tokens) == 33
     torch.testing.assert_close(logits, whole[:, tokens], rtol=1e-5, atol=1e-5)
-    assert target.split.draft_logits(hidden, 2, 96)[1] is None
+    assert target.split.draft_subset(96) is None
 
 
 def test_exit_heads_come_before_a_small_head_too():
@@ -59,20 +60,21 @@ def test_exit_heads_come_before_a_small_head_too():
     torch.nn.init.normal_(target.split.exit_heads.heads["2"].down)
     hidden = torch.randn(5, 32)
     with torch.inference_mode():
-        logits, tokens = target.split.draft_logits(hidden, 2, 20)
-        torch.testing.assert_close(logits, target.split.logits(hidden, 2)[:, tokens], rtol=1e-5, atol=1e-5)
+        subset = target.split.draft_subset(20)
+        logits, expected = target.split.subset_logits(hidden, 2, subset), target.split.logits(hidden, 2)
+        torch.testing.assert_close(logits, expected[:, subset.tokens], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["compiled", "views"])
 def test_edited_heads_are_honoured(backend):
     target, hidden = Target(build("llama"), backend=backend), torch.randn(5, 32)
     with torch.inference_mode():
-        before, _ = target.split.draft_logits(hidden, 2, 20)
+        before = target.split.subset_logits(hidden, 2, target.split.draft_subset(20))
     with torch.no_grad():
         target.model.lm_head.weight.mul_(-2)
     target.split.refresh()
     with torch.inference_mode():
-        after, _ = target.split.draft_logits(hidden, 2, 20)
+        after = target.split.subset_logits(hidden, 2, target.split.draft_subset(20))
     torch.testing.assert_close(after, -2 * before, rtol=1e-5, atol=1e-5)
 
 
@@ -219,12 +221,11 @@ def test_what_is_counted_late_is_what_is_counted_at_once(blocks):
 
 
 def test_the_part_that_is_drafted_over_is_the_one_that_coverage_is_of():
-    target, hidden = Target(build("llama")), torch.randn(2, 32)
+    target = Target(build("llama"))
     target.split.frequencies.coverage(20)  # asked for before anything is drafted
     for tokens in ([95, 94], [93] * MANY, [92] * MANY):
         target.split.frequencies.add(tokens)
-        with torch.inference_mode():
-            drafted = target.split.draft_logits(hidden, 2, 20)[1].tolist()
+        drafted = target.split.draft_subset(20).tokens.tolist()
         assert {*drafted} == target.split.frequencies.part(20).members
     assert {92, 93, 94, 95} <= {*drafted}
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from selfspec.core import SamplingParams
-from selfspec.executors import final_states
+from selfspec.control.plan import SEED_POSITIONS, Plain
+from selfspec.core import Request, SamplingParams, Sequence, ShadowPicks
+from selfspec.executors import final_states, prefill
+from selfspec.executors.picker import Picker
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from tests.helpers import make_prompts, tokens_of
 from tests.models import build, some_heads
@@ -36,10 +38,8 @@ def expected(split, tokens, length, known):
     drafted, last = [], None
     for _ in range(length):
         row = [*tokens, *drafted]
-        cache = PagedCache(1, len(row), split.num_layers, rounds=split.rounds)
         taps = {EXIT: None}
-        rows = PackedRows(cache, [Span(cache.reserve(len(row)), 0, len(row))], split.device)
-        finals = split.run(rows, 0, split.num_layers, torch.tensor(row), taps)
+        finals = split.run(whole_text(split, row), 0, split.num_layers, torch.tensor(row), taps)
         if not drafted:
             last = finals[-2:-1] if known else torch.zeros_like(finals[-1:])
         changed = split.through_heads(taps[EXIT][None, -1:], (EXIT,), last)[0]
@@ -71,14 +71,38 @@ def test_a_wrong_state_changes_no_token(backend, monkeypatch):
 
 def test_a_state_of_another_token_counts_as_unknown():
     class Row:
-        final_state, final_at, num_tokens = torch.ones(4), 7, 9
+        final_state, final_at, num_cached = torch.ones(4), 7, 8
 
     row, zeros = Row(), torch.zeros(4)
     assert final_states.own_state(row, zeros) is row.final_state
-    row.num_tokens = 10
+    row.num_cached = 9
     assert final_states.own_state(row, zeros) is zeros
-    row.final_state, row.num_tokens = None, 9
+    row.final_state, row.num_cached = None, 8
     assert final_states.own_state(row, zeros) is zeros
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_probes_of_a_prompt_read_the_state_of_every_token_before(chunk, monkeypatch):
+    split, [prompt] = Target(build("llama"), exit_heads=some_heads((EXIT,), inner=64)).split, make_prompts([30], seed=5)
+    cache, seen = split.new_cache(1, 64), []
+    row = Sequence(0, Request(prompt), prompt, 40, pages=tuple(cache.reserve(40)))
+    picks = ShadowPicks((EXIT,), None, None)
+    monkeypatch.setattr(prefill, "shadow_picks", lambda *given, last, **more: (seen.append(last), picks)[1])
+
+    class Seeded(Plain):
+        def seed_layers(self, row):
+            return (EXIT,)
+
+    with torch.inference_mode():
+        while not row.is_prefilled:
+            prefill.prefill(split, cache, Picker(split), [row], chunk, Seeded())
+        finals = split.run(whole_text(split, prompt), 0, split.num_layers, torch.tensor(prompt))
+    torch.testing.assert_close(torch.cat(seen), finals[len(prompt) - 2 - SEED_POSITIONS : -2], rtol=1e-4, atol=1e-4)
+
+
+def whole_text(split, tokens):
+    cache = PagedCache(1, len(tokens), split.num_layers, rounds=split.rounds)
+    return PackedRows(cache, [Span(cache.reserve(len(tokens)), 0, len(tokens))], split.device)
 
 
 def test_without_exit_heads_no_state_is_kept():

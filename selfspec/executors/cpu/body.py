@@ -201,7 +201,7 @@ class CompiledBody:
         return self.product(self.packed_head, hidden, norm=not normed)
 
     def subset_logits(self, hidden: Tensor, subset: Subset) -> Tensor:
-        """Logits over a part of the vocabulary; see `SplitModel.draft_logits`. `hidden`: before the final norm."""
+        """Logits over a part of the vocabulary; see `SplitModel.subset_logits`. `hidden`: before the final norm."""
         return self.product(self.draft_head(subset)[0], hidden, norm=True)
 
     def through_heads(

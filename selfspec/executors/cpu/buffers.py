@@ -80,16 +80,19 @@ class HiddenStateBuffers(NamedTuple):
     layers: Sequence[int]  # ascending
     hidden: Tensor  # fp32 [layers, at least the number of tokens, hidden_size], after each of the layers
     logits: Tensor  # fp32 [at least the number of tokens, vocab], the target's
-    finals: Tensor  # fp32 [at least the number of tokens, hidden_size], after the last layer and the final norm
+    finals: Tensor | None  # fp32 [at least the number of tokens, hidden_size], after all layers; for exit heads
 
     @classmethod
-    def allocate(cls, body: CompiledBody, layers: Sequence[int], num_tokens: int) -> HiddenStateBuffers | None:
+    def allocate(
+        cls, body: CompiledBody, layers: Sequence[int], num_tokens: int, has_heads: bool
+    ) -> HiddenStateBuffers | None:
         """Buffers for `num_tokens` tokens; None if they exceed `MAX_HIDDEN_NUMBERS`."""
         size, vocab = body.embedding.shape[1], body.packed_head.num_outputs
         if num_tokens * ((len(layers) + 1) * size + vocab) > MAX_HIDDEN_NUMBERS:
             return None
         new = body.last_norm.new_empty
-        return cls(layers, new(len(layers), num_tokens, size), new(num_tokens, vocab), new(num_tokens, size))
+        finals = new(num_tokens, size) if has_heads else None
+        return cls(layers, new(len(layers), num_tokens, size), new(num_tokens, vocab), finals)
 
 
 class RoundResult(NamedTuple):
@@ -213,7 +216,8 @@ class Buffers:
             for layer, hidden in zip(buffers.layers, buffers.hidden, strict=True):
                 self._taps[layer - 1] = hidden.data_ptr()
             verify.taps = ctypes.addressof(self._taps) if buffers.layers else None
-            verify.logits, verify.finals = buffers.logits.data_ptr(), buffers.finals.data_ptr()
+            verify.logits = buffers.logits.data_ptr()
+            verify.finals = None if buffers.finals is None else buffers.finals.data_ptr()
 
     def set_picks(self, data: PickData | None) -> LogprobBuffers | None:
         """Set the contents of rows with penalties or a bias. Return the buffers of log-probabilities, if any."""

@@ -213,7 +213,8 @@ class CpuExecutor(Executor):
             output.seconds.restart()
             taps, logits = [hidden_states.hidden], hidden_states.logits
             counts = [row.num_drafted + 1 for row in output.rows]
-            last = before_each(states, hidden_states.finals[: sum(counts)], counts)
+            finals = None if hidden_states.finals is None else hidden_states.finals[: sum(counts)]
+            last = before_each(states, finals, counts)
             add_shadow_picks(self.split, self.picker, plan.shadow, output.rows, taps, logits, penalties, last)
             output.seconds.lap("shadow")
         return output
@@ -277,7 +278,8 @@ class CpuExecutor(Executor):
         if table is not None:
             longest = tuple([max(length, *own) for length, own in zip(longest, table.lengths, strict=True)])
         cut = [min(n, row.num_remaining - 1) for n, row in zip(longest, rows, strict=True)]
-        return HiddenStateBuffers.allocate(self._rounds.body, layers, sum([1 + n for n in cut]))
+        has_heads = self.split.exit_heads is not None
+        return HiddenStateBuffers.allocate(self._rounds.body, layers, sum([1 + n for n in cut]), has_heads)
 
 
 def _may_ban_all_tokens(row: Sequence, vocab_size: int) -> bool:

@@ -293,8 +293,8 @@ void selfspec_exit_head(const ExitHead* e, const float* x, const float* const* l
         float* own = shared + prepared_floats(n, widest) + thread_number() * own_floats(widest);
         const Memory rows{shared, own, team};
         Team::share(n, [&](int64_t t) {
-            float *own = normed + t * width, *before = own + hidden;
-            norm(x + t * hidden, e->norm, e->eps, hidden, own);
+            float *of_exit = normed + t * width, *before = of_exit + hidden;
+            norm(x + t * hidden, e->norm, e->eps, hidden, of_exit);
             if (last) norm(last[t], e->norm + hidden, e->eps, hidden, before);
             else std::fill_n(before, hidden, 0.f);
             std::memcpy(y + t * hidden, x + t * hidden, sizeof(float) * hidden);
