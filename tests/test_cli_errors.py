@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from selfspec.cli.failure import Failure
 from selfspec.cli.prompts import parse_lines
-from selfspec.model.exit_heads import ExitHeads
+from selfspec.model.exit_heads import OLD_FORMATS, ExitHeads
 from tests.cli_fixtures import assert_refused, save_model
 
 
@@ -213,6 +214,20 @@ def test_exit_heads_that_are_missing_broken_or_of_another_model_are_named(run, m
     assert_refused(call(tmp_path), 2, "--exit-heads", "width 48", "width 32")
     (tmp_path / "exit_heads.safetensors").write_bytes(b"{}")
     assert_refused(call(tmp_path), 1, "exit heads", "truncated or damaged")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "batch", "calibrate", "tune"])
+def test_heads_of_an_earlier_format_in_the_models_folder_are_named(run, copy_of, tmp_path, command):
+    save_file({"a": torch.ones(2)}, copy_of / "exit_heads.safetensors", {"format": OLD_FORMATS[-1]})
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text(
+        json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}})
+    )
+    arguments = {"generate": ["abc", "--model", copy_of], "chat": ["--model", copy_of], "serve": [copy_of, "--port", 0]}
+    arguments |= {"batch": [copy_of, "--input", lines, "--output", tmp_path / "out"]}
+    arguments |= {"calibrate": [copy_of], "tune": [copy_of, "--prompts", lines, "--output", tmp_path]}
+    done = run(command, *arguments[command], stdin=b"abc")
+    assert_refused(done, 1, "heads of an earlier version", "--exit-heads none", "train them again")
 
 
 def test_a_missing_adapter_is_named(run, model_folder, tmp_path):

@@ -236,7 +236,8 @@ def as_sentences() -> Iterator[None]:
 
 
 def _with_flag(sentence: str) -> str:
-    """The library's sentences begin with a parameter's name; say the option's instead."""
+    """The library's sentences begin with a parameter's name, or say what to set it to; say the option's instead."""
     kinds: tuple[Any, ...] = (ModelOptions, SamplingParams, SpeculativeConfig, ServerConfig)
     names = "|".join(one.name for kind in kinds for one in fields(kind))
+    sentence = re.sub(rf"\b({names})='(\S+)'", lambda found: f"{flag(found[1])} {found[2]}", sentence)
     return re.sub(rf"^({names})\b(?!:)", lambda found: flag(found[0]), sentence)

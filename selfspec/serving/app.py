@@ -9,12 +9,11 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 
 import selfspec
 from selfspec.llm import LLM
 from selfspec.serving.bodies import Json
-from selfspec.serving.border import REQUEST_ID, Border
+from selfspec.serving.border import bordered
 from selfspec.serving.config import ServerConfig
 from selfspec.serving.protocol import SHAPES
 from selfspec.serving.refusal import Refusal, invalid
@@ -48,10 +47,7 @@ def create_app(llm: LLM, config: ServerConfig | None = None, replica: str | None
 
     app = FastAPI(title="selfspec", version=selfspec.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
-    app.add_middleware(Border, config=server.config, metrics=server.metrics, replica=replica)
-    if server.config.allowed_origins:
-        wide: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": [REQUEST_ID]}
-        app.add_middleware(CORSMiddleware, allow_origins=[*server.config.allowed_origins], **wide)
+    app.add_middleware(bordered, config=server.config, metrics=server.metrics, replica=replica)
     _add_errors(app)
     _add_routes(app, server)
     return app
@@ -105,7 +101,3 @@ def _add_errors(app: FastAPI) -> None:
             code = "unknown_url"
         refusal = Refusal(message, problem.status_code, code=code)
         return Json(refusal.body_for(request.url.path), refusal.status, problem.headers)
-
-    @app.exception_handler(Exception)
-    async def broken(request: Request, problem: Exception) -> Response:
-        return answer(request, Refusal("the server failed", 500))

@@ -1,4 +1,4 @@
-"""`Border`: what every request passes: origin, API key, size of its body, its id, and the count and log of answers."""
+"""`bordered`: what every request passes: origin, key, size of its body, id, and the count and log of answers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import hmac
 import logging
 import re
 from time import perf_counter
+from typing import Any
 from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from selfspec.serving.bodies import Json
@@ -17,6 +19,7 @@ from selfspec.serving.config import ServerConfig
 from selfspec.serving.metrics import Metrics
 from selfspec.serving.refusal import ANTHROPIC, Refusal
 
+_log = logging.getLogger("selfspec.serving")
 _access = logging.getLogger("selfspec.serving.access")
 OPEN = ("/health", "/metrics", "/version", "/ping")  # which need no key
 COUNTED = "selfspec.counted"  # in a scope: another process counts this answer
@@ -26,8 +29,18 @@ REPLICA_ID = "x-replica-id"  # header of answers; what has none is no replica's 
 GONE = 499  # the status of requests whose clients left before an answer began
 
 
+def bordered(app: ASGIApp, config: ServerConfig, metrics: Metrics, replica: str | None = None) -> ASGIApp:
+    """An application behind its border. Preflights of browsers, which bear no key, are answered before it."""
+    border = Border(app, config, metrics, replica)
+    if not config.allowed_origins:
+        return border
+    wide: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": [REQUEST_ID]}
+    return CORSMiddleware(border, allow_origins=[*config.allowed_origins], **wide)
+
+
 class Border:
-    """ASGI middleware. It passes messages on as they are, so that nothing is held up and disconnects are seen.
+    """ASGI middleware. It passes messages on as they are, so that nothing is held up and disconnects are seen. What the
+    application raises before its answer begins is logged, and answered with 500.
 
     Args:
         app: what is behind it.
@@ -61,6 +74,11 @@ class Border:
                     await self._app(scope, _limited(receive, self._config.max_body_bytes), marked)
                 except HTTPException as problem:  # of the body, where what is behind does not answer it
                     refusal = Refusal(problem.detail, problem.status_code)
+                except Exception:
+                    if status != GONE:
+                        raise
+                    _log.exception("%s %s failed", scope["method"], scope["path"])
+                    refusal = Refusal("the server failed", 500)
             if refusal is not None:
                 body = refusal.body_for(scope["path"])
                 await Json(body, refusal.status, refusal.headers)(scope, receive, marked)

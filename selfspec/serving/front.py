@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from selfspec.serving.bodies import Json, event
-from selfspec.serving.border import COUNTED, REPLICA_ID, Border
+from selfspec.serving.border import COUNTED, REPLICA_ID, bordered
 from selfspec.serving.config import ServerConfig
 from selfspec.serving.metrics import Metrics, joined
 from selfspec.serving.refusal import Refusal
@@ -145,7 +145,7 @@ def fronted(
     options: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "lifespan": "off"}
     options["timeout_graceful_shutdown"] = int(config.request_timeout)
     metrics = Metrics(config.model)
-    app = Border(Front(upstream, lambda: joined(metrics.text(), told())), config, metrics)
+    app = bordered(Front(upstream, lambda: joined(metrics.text(), told())), config, metrics)
     server = uvicorn.Server(uvicorn.Config(app, **options))
     thread = threading.Thread(target=server.run, args=(sockets,), name="selfspec-front", daemon=True)
     thread.start()

@@ -126,7 +126,8 @@ def replicated(
         )
         try:
             serve.start(http_options={"host": "127.0.0.1", "port": inner})
-            _deploy(deployment.bind(make_llm, replace(config, access_log=False, max_stored_bytes=0), board))
+            behind = replace(config, access_log=False, allowed_origins=(), max_stored_bytes=0)  # the front does so
+            _deploy(deployment.bind(make_llm, behind, board))
             told = partial(_read, board)
             with fronted(f"http://127.0.0.1:{inner}", config, [at], told):
                 yield f"http://{f'[{host}]' if ':' in host else host}:{at.getsockname()[1]}"

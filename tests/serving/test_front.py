@@ -9,8 +9,10 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
+from httpx import ASGITransport
 
 from selfspec.serving import front
+from selfspec.serving.border import bordered
 from selfspec.serving.config import ServerConfig
 from selfspec.serving.metrics import Metrics
 from selfspec.serving.run import bound
@@ -34,7 +36,7 @@ HALF = answer(200, b'{"te', *JSON, length=13)
 
 
 @contextmanager
-def asked(path, *answers, metrics=dict, **config):
+def asked(path, *answers, metrics=dict, method="POST", headers=None, **config):
     """A client of a front whose upstream gives these answers, one a connection; and what was asked of the upstream."""
     seen, upstream = [], socket.create_server(("127.0.0.1", 0))
 
@@ -59,7 +61,7 @@ def asked(path, *answers, metrics=dict, **config):
         with front.fronted(inner, ServerConfig(**config), [at], metrics), httpx.Client(timeout=PATIENCE) as client:
             for _ in range(200):
                 try:
-                    told = client.post(url + path, content=BODY, headers={"x-session-id": "s"})
+                    told = client.request(method, url + path, content=BODY, headers=headers or {"x-session-id": "s"})
                     break
                 except httpx.ConnectError:
                     threading.Event().wait(0.05)
@@ -124,6 +126,36 @@ def test_a_large_body_and_a_wrong_key_go_no_further():
         assert told.status_code == 413 and not seen
     with asked("/v1/completions", api_key="k") as (told, seen):
         assert told.status_code == 401 and not seen
+
+
+def test_preflights_of_browsers_need_no_key_and_go_no_further():
+    ask = {"origin": "https://example.org", "access-control-request-method": "POST"}
+    site = {"allowed_origins": ["https://example.org"], "api_key": "k"}
+    with asked("/v1/completions", method="OPTIONS", headers=ask, **site) as (told, seen):
+        assert (told.status_code, told.headers["access-control-allow-origin"]) == (200, "https://example.org")
+        assert not seen
+    with asked("/v1/completions", headers=ask, **site) as (told, _):
+        assert (told.status_code, told.headers["access-control-allow-origin"]) == (401, "https://example.org")
+
+
+def test_what_a_replica_raises_is_its_own_500_once():
+    """The front asks nobody else: a request that reached an engine would fail there, too."""
+
+    async def raises(scope, receive, send):
+        raise ZeroDivisionError
+
+    config = ServerConfig(access_log=False)
+    replica = ASGITransport(bordered(raises, config, Metrics("m"), "a"))
+
+    async def scene():
+        async with httpx.AsyncClient(transport=replica, base_url="http://replica") as client:
+            return await client.post("/v1/completions", content=BODY)
+
+    told = asyncio.run(scene())
+    headers = [f"{name}: {value}" for name, value in told.headers.items() if name != "content-length"]
+    with asked("/v1/completions", answer(told.status_code, told.content, *headers)) as (passed, seen):
+        assert (passed.status_code, passed.json()["error"]["message"]) == (500, "the server failed")
+        assert passed.headers["x-replica-id"] == "a" and len(seen) == 1
 
 
 def test_half_a_body_of_a_client_that_leaves_is_passed_on_to_nobody():

@@ -11,6 +11,7 @@ import pytest
 from selfspec import SamplingParams
 from selfspec.serving.refusal import Refusal
 from selfspec.serving.store import ResponseStore
+from selfspec.serving.tokens import Reader
 from tests.serving.server import MODEL, eventually, serving
 from tests.serving.test_protocol import refused
 
@@ -278,6 +279,17 @@ def test_pages_of_allowed_sites_may_call(llm):
         assert served.http.options("/v1/models", headers=ask | {"Origin": "https://else.org"}).status_code == 400
     with serving(llm) as served:
         assert "access-control-allow-origin" not in served.http.get("/v1/models", headers=site).headers
+
+
+def test_a_route_that_raises_is_answered_in_the_apis_shape_and_logged(llm, caplog, monkeypatch):
+    monkeypatch.setattr(Reader, "prompts", lambda *arguments: 1 / 0)
+    with caplog.at_level("ERROR"), serving(llm) as served:
+        answer = served.complete()
+        assert (answer.status_code, answer.json()["error"]["message"]) == (500, "the server failed")
+        assert len(answer.headers["x-request-id"]) == 32
+        assert served.metric("http_requests_total", handler="/v1/completions", status="500") == 1
+    [record] = [one for one in caplog.records if one.levelname == "ERROR"]
+    assert record.getMessage() == "POST /v1/completions failed" and record.exc_info[0] is ZeroDivisionError
 
 
 def test_answers_are_logged_with_their_ids_and_counted(llm, caplog):
