@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from eval.traces import Bools, Trace
 from selfspec.control.costs import CONTEXT, Costs
 from selfspec.control.drafters import deepest_copy
-from selfspec.core import DRAFTERS, LOOKUP
+from selfspec.core import LOOKUP
 from selfspec.drafting.lookup import TextLookup
 from selfspec.kernels.pick import num_accepted
+from selfspec.params import DRAFTERS
 
 MAX_DRAFTED = 18  # longest draft of a static setting
 MAX_ACCEPTED = 64  # longest draft of the clairvoyant schedule

@@ -17,7 +17,7 @@ import re
 from typing import Any, NamedTuple
 
 from selfspec.control.registry import POLICIES
-from selfspec.core import DRAFTERS
+from selfspec.params import DRAFTERS
 
 DRAFTER_OPTIONS = {"copies"}  # it changes how another drafter drafts, and drafts nothing alone
 PEERS = ("early_exit", "prompt_lookup", "assistant")

@@ -19,7 +19,6 @@ from eval.traces import WRONG_STEPS, Bools, Floats, Trace
 from selfspec.control.acceptance import is_prior
 from selfspec.control.drafters import deepest_copy
 from selfspec.control.plan import SEED_POSITIONS
-from selfspec.core import SamplingParams
 from selfspec.drafting.early_exit import DraftRow, draft_by_exit
 from selfspec.executors.cpu.body import CompiledBody
 from selfspec.executors.cpu.buffers import Drafter, ProgramLimits, StopRule
@@ -30,6 +29,7 @@ from selfspec.kernels.pick import num_accepted
 from selfspec.loading.target import Target
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.split_model import SplitModel
+from selfspec.params import SamplingParams
 
 PAGE = 32
 CHUNK = 256  # tokens per forward and per head product

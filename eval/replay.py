@@ -19,11 +19,12 @@ from eval.traces import Bools, Floats, Trace, draft, draft_lengths, lookup_round
 from selfspec.control.costs import Costs
 from selfspec.control.plan import SEED_POSITIONS, Policy
 from selfspec.control.registry import POLICIES, make_policy
-from selfspec.core import Plan, Request, RoundOutput, RowRound, SamplingParams, Sequence, ShadowPicks, StageSeconds
+from selfspec.core import Plan, Request, RoundOutput, RowRound, Sequence, ShadowPicks, StageSeconds
 from selfspec.decoding.checks import CheckedPolicy
 from selfspec.drafting.lookup import RowLookup
 from selfspec.executors.base import RoundDraft, next_draft
 from selfspec.executors.prefill import shares
+from selfspec.params import SamplingParams
 
 PREFILL_CHUNK = 512  # the engine's default
 DEADLINE = 0.25  # seconds after which a program begins no further round; that of `generate`

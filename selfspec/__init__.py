@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from selfspec.core import Plan as Plan
     from selfspec.core import RoundOutput as RoundOutput
     from selfspec.core import RowRound as RowRound
-    from selfspec.core import SamplingParams as SamplingParams
-    from selfspec.core import SpeculativeConfig as SpeculativeConfig
-    from selfspec.core import StructuredOutputs as StructuredOutputs
     from selfspec.decoding.engine import LLMEngine as LLMEngine
     from selfspec.decoding.outputs import CompletionOutput as CompletionOutput
     from selfspec.decoding.outputs import Logprob as Logprob
@@ -25,15 +22,20 @@ if TYPE_CHECKING:
     from selfspec.errors import DatastoreError as DatastoreError
     from selfspec.errors import UnsupportedModelError as UnsupportedModelError
     from selfspec.llm import LLM as LLM
+    from selfspec.params import SamplingParams as SamplingParams
+    from selfspec.params import SpeculativeConfig as SpeculativeConfig
+    from selfspec.structured.outputs import StructuredOutputs as StructuredOutputs
 
 _MODULES = {
     "selfspec.control.plan": ("Policy",),
-    "selfspec.core": ("Plan", "RoundOutput", "RowRound", "SamplingParams", "SpeculativeConfig", "StructuredOutputs"),
+    "selfspec.core": ("Plan", "RoundOutput", "RowRound"),
     "selfspec.decoding.engine": ("LLMEngine",),
     "selfspec.decoding.outputs": ("CompletionOutput", "Logprob", "RequestOutput", "SpecStats"),
     "selfspec.drafting.datastore": ("Datastore",),
     "selfspec.errors": ("CacheFullError", "DatastoreError", "UnsupportedModelError"),
     "selfspec.llm": ("LLM",),
+    "selfspec.params": ("SamplingParams", "SpeculativeConfig"),
+    "selfspec.structured.outputs": ("StructuredOutputs",),
 }
 
 

@@ -1,8 +1,8 @@
 """The nouns of selfspec: what is asked for, what is decoded, what is planned, and what came of it.
 
-No torch, and no import of another part: every part imports them from here. The engine's step in these words: a policy
-makes a `Plan` for the running sequences, an executor runs it and returns `RoundOutput`s, and the policy observes them.
-What callers set, `SamplingParams`, `StructuredOutputs` and `SpeculativeConfig`, has modules of its own.
+No torch: every part imports them from here. The engine's step in these words: a policy makes a `Plan` for the running
+sequences, an executor runs it and returns `RoundOutput`s, and the policy observes them. What callers set is in
+`params.py`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from selfspec.params import DRAFTERS as DRAFTERS
-from selfspec.params import LogitsProcessor as LogitsProcessor
-from selfspec.params import SamplingParams as SamplingParams
-from selfspec.params import SpeculativeConfig as SpeculativeConfig
-from selfspec.structured.outputs import StructuredOutputs as StructuredOutputs
+from selfspec.params import LogitsProcessor, SamplingParams
 
 if TYPE_CHECKING:  # for annotations alone
     import numpy as np

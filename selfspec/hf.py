@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import StopStringCriteria
 
 from selfspec.control.plan import Policy
-from selfspec.core import RoundOutput, Sequence, SpeculativeConfig
+from selfspec.core import RoundOutput, Sequence
 from selfspec.decoding.engine import MAX_STEP_SECONDS, PAGE_SIZE, LLMEngine
 from selfspec.decoding.outputs import CompletionOutput, SpecStats
 from selfspec.drafting.datastore import Datastore
@@ -22,6 +22,7 @@ from selfspec.hf_call import Call
 from selfspec.llm import LLM
 from selfspec.model.refusals import drop_hooks_of_call, refuse_call, refuse_unsplittable
 from selfspec.model.views import copied_state, make_twin
+from selfspec.params import SpeculativeConfig
 
 KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 STATEFUL = re.compile(r"(xgrammar|outlines|outlines_core|llguidance)\.|.*(ClassifierFreeGuidance|SynthID)")
@@ -40,7 +41,7 @@ class SelfSpeculative:
         num_speculative_tokens: drafted each round; default: `generation_config`'s, else 4.
         policy: a name, or a `selfspec.Policy`; default: `adaptive`, or `fixed` where an exit layer or a
             draft length is named. `generate` takes these three by name too.
-        drafters: where `adaptive` may take drafts from, some of `selfspec.core.DRAFTERS`; default: all.
+        drafters: where `adaptive` may take drafts from, some of `selfspec.params.DRAFTERS`; default: all.
         corpus: a file that `selfspec corpus build` wrote, or a `selfspec.Datastore`, in which `adaptive` looks
             drafts up too; `Datastore.open(file, tokenizer)` also checks that it belongs to the tokenizer.
         streamer: belongs here, since `generate(streamer=...)` never hands it on. It gets the prompt, then each block

@@ -14,8 +14,9 @@ from transformers import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation import logits_process as lp
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from selfspec.core import Request, SamplingParams, Sequence
+from selfspec.core import Request, Sequence
 from selfspec.decoding.defaults import peel
+from selfspec.params import SamplingParams
 
 
 class Call:

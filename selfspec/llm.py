@@ -15,7 +15,7 @@ from torch import nn
 
 from selfspec.control.plan import Policy
 from selfspec.control.registry import POLICIES
-from selfspec.core import Request, SamplingParams, SpeculativeConfig, StructuredOutputs
+from selfspec.core import Request
 from selfspec.decoding.defaults import Prompt
 from selfspec.decoding.engine import MAX_STEP_SECONDS, LLMEngine, OnRound, page_size_of
 from selfspec.decoding.outputs import RequestOutput
@@ -27,7 +27,9 @@ from selfspec.loading.hub import open_target
 from selfspec.loading.target import Target
 from selfspec.model.exit_heads import ExitHeads
 from selfspec.model.split_model import SplitModel
+from selfspec.params import SamplingParams, SpeculativeConfig
 from selfspec.structured.formats import FORMATS, knows_tools, told_of_tools, with_short_ids
+from selfspec.structured.outputs import StructuredOutputs
 from selfspec.structured.tool_calls import ToolUse
 
 Message = Mapping[str, Any]

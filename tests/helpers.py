@@ -24,19 +24,11 @@ from selfspec.control.plan import (
     ShadowPlan,
     SurvivalStop,
 )
-from selfspec.core import (
-    LOOKUP,
-    Plan,
-    Request,
-    RoundOutput,
-    RowRound,
-    SamplingParams,
-    Sequence,
-    SpeculativeConfig,
-)
+from selfspec.core import LOOKUP, Plan, Request, RoundOutput, RowRound, Sequence
 from selfspec.decoding.engine import LLMEngine
 from selfspec.decoding.outputs import CompletionOutput
 from selfspec.loading.target import Target
+from selfspec.params import SamplingParams, SpeculativeConfig
 from tests.models import SHARED
 
 NEAR_TIE = 2e-5  # in standard deviations of the logits, about ten times what rounding moves them

@@ -14,7 +14,7 @@ import pytest
 
 from selfspec.cli.generate import OutputOptions
 from selfspec.cli.options import NO_OPTION, ModelOptions
-from selfspec.core import SamplingParams, SpeculativeConfig
+from selfspec.params import SamplingParams, SpeculativeConfig
 from tests.cli_fixtures import save_model
 
 ROOT = Path(__file__).parents[1]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from selfspec.core import SamplingParams
 from selfspec.errors import UnsupportedModelError
 from selfspec.llm import LLM
+from selfspec.params import SamplingParams
 from train.configuration import check, check_least, check_positive, option
 from train.samples import UserTurn
 from train.sections import DataConfig

@@ -16,11 +16,12 @@ from pathlib import Path
 from selfspec.calibrate import profile
 from selfspec.control.acceptance import Tracker
 from selfspec.control.plan import Policy, ShadowPlan
-from selfspec.core import Plan, RoundOutput, SamplingParams, SpeculativeConfig
+from selfspec.core import Plan, RoundOutput
 from selfspec.core import Sequence as Row
 from selfspec.errors import UnsupportedModelError, whole
 from selfspec.llm import LLM
 from selfspec.loading.names import folder_of
+from selfspec.params import SamplingParams, SpeculativeConfig
 from train.config import load_config
 from train.corpus import read_corpus
 

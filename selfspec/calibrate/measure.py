@@ -15,9 +15,10 @@ import torch
 from selfspec.calibrate.recorded import measure_recorded
 from selfspec.calibrate.timed_rounds import FURTHER, SHADOW_POSITIONS, TimedRounds, shadow_seconds
 from selfspec.control.costs import CONTEXT, Copies, Costs, Table
-from selfspec.core import Plan, SamplingParams
+from selfspec.core import Plan
 from selfspec.executors.cuda.capture import CannotCapture
 from selfspec.model.split_model import SplitModel
+from selfspec.params import SamplingParams
 from selfspec.progress import report
 
 _log = logging.getLogger("selfspec")

@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 
-from selfspec.core import LOOKUP, Draft, Plan, Request, RoundOutput, SamplingParams, Sequence, StageSeconds
+from selfspec.core import LOOKUP, Draft, Plan, Request, RoundOutput, Sequence, StageSeconds
 from selfspec.decoding.stopping import Stopper
 from selfspec.drafting.lookup import RowLookup
 from selfspec.executors.base import RoundDraft
@@ -18,6 +18,7 @@ from selfspec.executors.select import executors_for
 from selfspec.executors.shadow import shadow_picks
 from selfspec.model.kv_cache import PagedCache
 from selfspec.model.split_model import SplitModel
+from selfspec.params import SamplingParams
 
 RAGGED = 4  # tokens by which the rows of a batch differ in length
 # Rounds after the first one in a call. Only the last half of them counts, since the first rounds after Python code take

@@ -15,7 +15,7 @@ from selfspec.cli.options import ModelArgument, ModelOptions, Quiet, Replicas, S
 from selfspec.cli.serve import MAX_NUM_SEQS, PARTS, check_replicas, named, require
 from selfspec.cli.session import open_llm
 from selfspec.cli.status import StatusConsole
-from selfspec.core import SpeculativeConfig
+from selfspec.params import SpeculativeConfig
 from selfspec.serving.config import ServerConfig
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from selfspec.cli.options import IgnoreGenerationConfig, Learn, ModelOption, Mod
 from selfspec.cli.prompts import has_template, read_lines
 from selfspec.cli.session import chosen, opened
 from selfspec.cli.status import StatusConsole
-from selfspec.core import SamplingParams, SpeculativeConfig
+from selfspec.params import SamplingParams, SpeculativeConfig
 
 COMMANDS = {
     "/reset": "forget the conversation",

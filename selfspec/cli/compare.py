@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from selfspec.cli.session import Run
-from selfspec.core import SamplingParams, SpeculativeConfig
 from selfspec.executors.cpu.install import free_memory
 from selfspec.llm import LLM
 from selfspec.loading import hub
 from selfspec.model.gguf_blocks import BlockWeight, Holding
+from selfspec.params import SamplingParams, SpeculativeConfig
 
 WARM_UP_TOKENS = 8
 PAIRS = (2, 31)  # fewest and most timed runs of each: those of a small model take hundredths of a second

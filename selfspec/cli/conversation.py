@@ -15,7 +15,7 @@ from selfspec.cli.options import as_sentences
 from selfspec.cli.prompts import chat_ids, system_message
 from selfspec.cli.session import Run
 from selfspec.cli.status import StatusConsole
-from selfspec.core import SamplingParams
+from selfspec.params import SamplingParams
 
 if TYPE_CHECKING:
     from selfspec.decoding.outputs import CompletionOutput

@@ -20,7 +20,8 @@ from selfspec.cli.options import IgnoreGenerationConfig, Learn, ModelOption, Mod
 from selfspec.cli.prompts import Prompt, has_template, read_prompts, tokenize
 from selfspec.cli.session import Run, chosen, opened
 from selfspec.cli.status import StatusConsole, make_console
-from selfspec.core import RoundOutput, SamplingParams, SpeculativeConfig
+from selfspec.core import RoundOutput
+from selfspec.params import SamplingParams, SpeculativeConfig
 
 if TYPE_CHECKING:
     from selfspec.cli.compare import Comparison

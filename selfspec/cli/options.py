@@ -18,8 +18,8 @@ from typer import Argument, Option
 
 from selfspec.cli.failure import RUN, USAGE, Failure
 from selfspec.control.registry import POLICIES
-from selfspec.core import SamplingParams, SpeculativeConfig
 from selfspec.errors import DatastoreError
+from selfspec.params import SamplingParams, SpeculativeConfig
 from selfspec.serving.config import ENV_API_KEY, ServerConfig
 
 MODEL_HELP = "demo, smollm2, a folder, a .gguf file, or a hub id such as org/name or org/name:Q4_K_M."

@@ -26,7 +26,7 @@ from selfspec.cli.options import (
 )
 from selfspec.cli.session import chosen, open_llm, opened
 from selfspec.cli.status import StatusConsole
-from selfspec.core import SpeculativeConfig
+from selfspec.params import SpeculativeConfig
 from selfspec.serving.config import ServerConfig
 
 if TYPE_CHECKING:

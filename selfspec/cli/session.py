@@ -16,8 +16,9 @@ from selfspec.cli.options import ModelOptions, as_sentences
 from selfspec.cli.status import StatusConsole
 from selfspec.collector import uncollected
 from selfspec.control.plan import GRAMMAR
-from selfspec.core import LOOKUP, RoundOutput, Sequence, SpeculativeConfig, StageSeconds
+from selfspec.core import LOOKUP, RoundOutput, Sequence, StageSeconds
 from selfspec.decoding.outputs import SpecStats
+from selfspec.params import SpeculativeConfig
 
 if TYPE_CHECKING:
     from selfspec.learn import Learner

@@ -35,7 +35,8 @@ from selfspec.control.plan import (
 )
 from selfspec.control.planner import Candidates, Decision, Evidence, decide
 from selfspec.control.times import MOST_OFF, PLAIN_WINDOWS, AllTimes, Times
-from selfspec.core import DRAFTERS, LOOKUP, Plan, RoundOutput, RowRound, Sequence, ShadowPicks
+from selfspec.core import LOOKUP, Plan, RoundOutput, RowRound, Sequence, ShadowPicks
+from selfspec.params import DRAFTERS
 
 if TYPE_CHECKING:
     from selfspec.model.draft_vocabulary import Frequencies

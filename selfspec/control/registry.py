@@ -17,8 +17,8 @@ from selfspec.control.published.layerskip import Fixed
 from selfspec.control.published.prompt_lookup import PromptLookup
 from selfspec.control.published.smartspec import SmartSpec, SmartSpecLookup
 from selfspec.control.published.synergy import Synergy
-from selfspec.core import DRAFTERS
 from selfspec.errors import whole
+from selfspec.params import DRAFTERS
 
 DEFAULT_POLICY = "adaptive"
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4

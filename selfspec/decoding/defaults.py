@@ -14,9 +14,10 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation import logits_process as lp
 
-from selfspec.core import Request, SamplingParams
+from selfspec.core import Request
 from selfspec.errors import whole
 from selfspec.executors.logit_rules import with_logit_rules
+from selfspec.params import SamplingParams
 from selfspec.structured.grammars import Grammars
 
 FILTERS = (lp.TemperatureLogitsWarper, lp.TopKLogitsWarper, lp.TopPLogitsWarper, lp.MinPLogitsWarper)

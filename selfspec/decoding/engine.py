@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from selfspec.control.plan import Policy
-from selfspec.core import FinishReason, Plan, Request, RoundOutput, RowRound, SamplingParams, Sequence, StageSeconds
+from selfspec.core import FinishReason, Plan, Request, RoundOutput, RowRound, Sequence, StageSeconds
 from selfspec.decoding.checks import CheckedPolicy
 from selfspec.decoding.defaults import GenerationDefaults, Prompt
 from selfspec.decoding.outputs import RequestOutput, RequestOutputs
@@ -26,6 +26,7 @@ from selfspec.learn import Learner
 from selfspec.model.draft_vocabulary import Part
 from selfspec.model.refusals import refuse_autocast
 from selfspec.model.split_model import SplitModel
+from selfspec.params import SamplingParams
 from selfspec.progress import report
 
 DEFAULT_SEQUENCE_TOKENS = 2048  # cached tokens per sequence when the caller names no budget

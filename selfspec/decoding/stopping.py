@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from selfspec.core import FinishReason, SamplingParams, StoppingCriterion
+from selfspec.core import FinishReason, StoppingCriterion
+from selfspec.params import SamplingParams
 from selfspec.structured.row_grammar import RowGrammar
 
 

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selfspec.core import SamplingParams, Sequence
+from selfspec.core import Sequence
 from selfspec.model.kv_cache import Tree
+from selfspec.params import SamplingParams
 
 
 class Penalty(NamedTuple):

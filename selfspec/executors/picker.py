@@ -9,13 +9,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from selfspec.core import SamplingParams
 from selfspec.kernels.compiled_call import Picks, compiled_pick, sampling_bytes
 from selfspec.kernels.gumbel import NoiseAhead
 from selfspec.kernels.pick import Subset, alternatives, best_of, sampling_tensors, scored, to_token_ids
 from selfspec.kernels.suite import pick_for
 from selfspec.model.kv_cache import tensor_of
 from selfspec.model.split_model import SplitModel
+from selfspec.params import SamplingParams
 
 _log = logging.getLogger("selfspec")
 

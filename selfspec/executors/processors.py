@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec.core import LogitsProcessor, Sequence
+from selfspec.core import Sequence
+from selfspec.params import LogitsProcessor
 
 WATERMARK = "SynthIDTextWatermarkLogitsProcessor"  # of transformers, whose `state` holds all that changes
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from selfspec.core import SamplingParams, ShadowPicks
+from selfspec.core import ShadowPicks
 from selfspec.executors.penalties import Penalty
 from selfspec.executors.picker import Picker, packed_params
 from selfspec.kernels.gumbel import gumbel
@@ -20,6 +20,7 @@ from selfspec.kernels.pick import filtered
 from selfspec.model.kv_cache import tensor_of
 from selfspec.model.shortlist import NUM_TOP
 from selfspec.model.split_model import SplitModel
+from selfspec.params import SamplingParams
 
 CHUNK = 256  # positions times layers per product with the whole head
 

@@ -67,7 +67,7 @@ def padded(layout: Layout, count: int) -> Layout:
 
 
 class SamplingTensors(NamedTuple):
-    """How each of N places picks: the fields of `selfspec.core.SamplingParams` as tensors."""
+    """How each of N places picks: the fields of `selfspec.params.SamplingParams` as tensors."""
 
     temperature: Tensor  # fp32 [N], 0: greedy
     top_k: Tensor  # int32 [N], 0: no limit

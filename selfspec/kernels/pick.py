@@ -20,9 +20,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from selfspec.core import SamplingParams
 from selfspec.kernels.gumbel import NoiseAhead, gumbel
 from selfspec.kernels.layout import SamplingTensors
+from selfspec.params import SamplingParams
 
 LIKELIEST = 256  # tokens that top-p looks at first
 

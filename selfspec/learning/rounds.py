@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from selfspec.core import RoundOutput, SamplingParams, SpeculativeConfig
+from selfspec.core import RoundOutput
 from selfspec.model.exit_heads import ExitHeads
+from selfspec.params import SamplingParams, SpeculativeConfig
 
 if TYPE_CHECKING:
     from selfspec.llm import LLM

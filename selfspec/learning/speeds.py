@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from selfspec.core import RoundOutput, SamplingParams, SpeculativeConfig
+from selfspec.core import RoundOutput
 from selfspec.learning.card import PLAIN, WITH, WITHOUT
 from selfspec.learning.written import Task
 from selfspec.loading.policy_store import PolicyStore
 from selfspec.model.exit_heads import ExitHeads
+from selfspec.params import SamplingParams, SpeculativeConfig
 
 if TYPE_CHECKING:
     from selfspec.llm import LLM

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from selfspec.control.plan import Plain
-from selfspec.core import SamplingParams
 from selfspec.decoding.defaults import GenerationDefaults
 from selfspec.decoding.engine import LLMEngine, page_size_of
 from selfspec.errors import got, whole
 from selfspec.learning.written import Sample, Task, Written
 from selfspec.loading.target import Target
+from selfspec.params import SamplingParams
 
 if TYPE_CHECKING:
     from selfspec.llm import LLM

@@ -15,8 +15,8 @@ from selfspec.control.costs import Costs
 from selfspec.control.plan import Policy
 from selfspec.control.registry import DEFAULT_POLICY
 from selfspec.control.tensor_parallel import RankZeroPolicy
-from selfspec.core import SpeculativeConfig
 from selfspec.model.split_model import SplitModel
+from selfspec.params import SpeculativeConfig
 
 EXPORT_SECONDS = 0.1  # between two exports of statistics
 

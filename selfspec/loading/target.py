@@ -14,7 +14,6 @@ from selfspec.control.costs import Costs
 from selfspec.control.plan import Policy
 from selfspec.control.registry import CHOOSES_EXIT, DEFAULT_POLICY, make_policy
 from selfspec.control.tensor_parallel import RankZeroPolicy
-from selfspec.core import SpeculativeConfig
 from selfspec.decoding.defaults import GenerationDefaults
 from selfspec.decoding.prefix_store import PrefixStore
 from selfspec.drafting.responses import Responses
@@ -31,6 +30,7 @@ from selfspec.model.fingerprint import device_name, hidden_size_of, shape_of, we
 from selfspec.model.refusals import refuse_autocast
 from selfspec.model.split_model import SplitModel
 from selfspec.model.views import copied_state
+from selfspec.params import SpeculativeConfig
 
 _log = logging.getLogger("selfspec")
 

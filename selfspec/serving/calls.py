@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
 
-from selfspec.core import FinishReason, SamplingParams
+from selfspec.core import FinishReason
 from selfspec.decoding.outputs import CompletionOutput, Logprob, RequestOutput, SpecStats
+from selfspec.params import SamplingParams
 from selfspec.serving.refusal import Refusal
 
 PromptLogprobs = list[dict[int, Logprob] | None]

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from selfspec.core import StructuredOutputs
 from selfspec.serving.refusal import Refusal, shown
+from selfspec.structured.outputs import StructuredOutputs
 
 # Fields of a request, and the fields of `StructuredOutputs` that they stand for.
 NAMED = {

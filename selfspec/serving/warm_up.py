@@ -7,8 +7,9 @@ from time import perf_counter
 
 import torch
 
-from selfspec.core import RoundOutput, SamplingParams
+from selfspec.core import RoundOutput
 from selfspec.decoding.engine import LLMEngine
+from selfspec.params import SamplingParams
 from selfspec.serving.pace import Work
 
 PROMPT = 24  # tokens of a row

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from selfspec.core import StructuredOutputs
+from selfspec.structured.outputs import StructuredOutputs
 from selfspec.structured.row_grammar import RowGrammar, reason_of
 
 MOST_KEPT = 64  # compiled grammars

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 from uuid import uuid4
 
-from selfspec.core import SamplingParams
 from selfspec.decoding.outputs import CompletionOutput, RequestOutput
 from selfspec.errors import flag, got
+from selfspec.params import SamplingParams
 from selfspec.structured.formats import FORMATS, NAME, CallFormat, CallPiece, CallReader, format_of
 from selfspec.structured.outputs import MAX_SCHEMA, StructuredOutputs, closed
 

@@ -18,9 +18,10 @@ from selfspec.calibrate import timed_rounds as timed
 from selfspec.calibrate.measure import exits_to_time, measure
 from selfspec.calibrate.timed_rounds import FURTHER, TimedRounds
 from selfspec.control.costs import Costs, Table
-from selfspec.core import Plan, SamplingParams
+from selfspec.core import Plan
 from selfspec.executors.cuda.capture import CannotCapture
 from selfspec.loading.target import Target
+from selfspec.params import SamplingParams
 from tests.cuda.standin import with_runner
 from tests.helpers import decode, tokens_of
 from tests.models import build, some_heads, tiny

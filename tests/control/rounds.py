@@ -12,17 +12,8 @@ from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Copies, Costs, Table
 from selfspec.control.plan import NUM_LOOKUP_BINS, confidence_bin, table_of
 from selfspec.control.times import Times
-from selfspec.core import (
-    LOOKUP,
-    Plan,
-    Request,
-    RoundOutput,
-    RowRound,
-    SamplingParams,
-    Sequence,
-    ShadowPicks,
-    StageSeconds,
-)
+from selfspec.core import LOOKUP, Plan, Request, RoundOutput, RowRound, Sequence, ShadowPicks, StageSeconds
+from selfspec.params import SamplingParams
 
 MANY, LAYERS = 10_000, 8
 

@@ -10,7 +10,8 @@ from selfspec.control.adaptive import Adaptive
 from selfspec.control.drafters import BY_LAYERS, MOST, Drafter, Drafters
 from selfspec.control.plan import SEED_POSITIONS
 from selfspec.control.planner import Candidates
-from selfspec.core import DRAFTERS, ShadowPicks
+from selfspec.core import ShadowPicks
+from selfspec.params import DRAFTERS
 from tests.control.rounds import (
     LAYERS,
     even_costs,

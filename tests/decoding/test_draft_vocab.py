@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from selfspec.control import drafters
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs, Table
-from selfspec.core import SamplingParams, SpeculativeConfig, StageSeconds
+from selfspec.core import StageSeconds
 from selfspec.kernels.gumbel import NoiseAhead
 from selfspec.kernels.pick import Subset, best_of, scored, to_token_ids
 from selfspec.loading.target import Target
 from selfspec.model.draft_vocabulary import Frequencies, covering_size, default_size
 from selfspec.model.exit_heads import ExitHeads
+from selfspec.params import SamplingParams, SpeculativeConfig
 from tests.decoding.test_greedy import check_equals_generate
 from tests.decoding.test_sampling import check_equals_plain
 from tests.helpers import Always, Run, decode, engine_of, generate, make_prompts, request, run

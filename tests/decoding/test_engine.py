@@ -12,11 +12,11 @@ from contextlib import suppress
 import pytest
 
 from selfspec.control.published.layerskip import Fixed
-from selfspec.core import SamplingParams
 from selfspec.decoding.engine import LLMEngine
 from selfspec.errors import CacheFullError
 from selfspec.loading.hub import open_target
 from selfspec.loading.target import Target
+from selfspec.params import SamplingParams
 from tests.helpers import (
     Always,
     Run,

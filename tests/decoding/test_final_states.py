@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from selfspec.control.plan import SEED_POSITIONS, Plain
-from selfspec.core import Request, SamplingParams, Sequence, ShadowPicks
+from selfspec.core import Request, Sequence, ShadowPicks
 from selfspec.executors import final_states, prefill
 from selfspec.executors.picker import Picker
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
+from selfspec.params import SamplingParams
 from tests.helpers import make_prompts, tokens_of
 from tests.models import build, some_heads
 from tests.target import Target

@@ -20,9 +20,9 @@ from transformers import (
     WatermarkingConfig,
 )
 
-from selfspec.core import SamplingParams
 from selfspec.hf import SelfSpeculative
 from selfspec.loading.target import Target
+from selfspec.params import SamplingParams
 from tests.helpers import Schedule, decode, engine_of, generate, make_prompts, tokens_of
 from tests.models import EOS, build
 from tests.tokenizers import byte_tokenizer

@@ -14,9 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.core import SamplingParams
 from selfspec.loading.target import Target
 from selfspec.model.split_model import SplitModel
+from selfspec.params import SamplingParams
 from tests.helpers import (
     Adversary,
     Always,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from selfspec.core import SamplingParams
 from selfspec.kernels.pick import scored
+from selfspec.params import SamplingParams
 from tests.executors.requests import RECORDED, engine_of, every_executor, programs, target
 from tests.helpers import Run, make_prompts
 from tests.tokenizers import byte_tokenizer

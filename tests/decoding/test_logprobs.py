@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.core import SamplingParams
 from selfspec.executors.logprobs import token_logprobs
 from selfspec.loading.target import Target
+from selfspec.params import SamplingParams
 from tests.helpers import Adversary, Always, decode, make_prompts, run
 from tests.models import build, tiny
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from selfspec.core import LOOKUP, Draft, SamplingParams
+from selfspec.core import LOOKUP, Draft
 from selfspec.drafting import lookup
 from selfspec.drafting.lookup import TextLookup
+from selfspec.params import SamplingParams
 from tests.decoding.test_greedy import check_equals_generate
 from tests.decoding.test_processors import PROCESSORS
 from tests.decoding.test_sampling import check_equals_plain

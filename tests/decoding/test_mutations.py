@@ -12,7 +12,6 @@ from functools import partial
 import pytest
 import torch
 
-from selfspec.core import SamplingParams
 from selfspec.decoding.stopping import Stopper
 from selfspec.executors import base, eager
 from selfspec.executors.base import RoundDraft
@@ -21,6 +20,7 @@ from selfspec.executors.processors import process
 from selfspec.kernels import pick
 from selfspec.kernels.gumbel import NoiseAhead, gumbel
 from selfspec.model.kv_cache import PackedRows
+from selfspec.params import SamplingParams
 from tests import models
 from tests.decoding.test_greedy import check_equals_generate
 from tests.decoding.test_processors import PROCESSORS, check_processors

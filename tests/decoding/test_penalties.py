@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from selfspec.core import SamplingParams
 from selfspec.executors.penalties import DraftPenalties, Penalties, Text
 from selfspec.kernels.pick import scored
 from selfspec.loading.target import Target
+from selfspec.params import SamplingParams
 from tests.helpers import Adversary, Always, Run, Schedule, decode, engine_of, generate, make_prompts, request, run
 from tests.models import build, tiny
 from tests.slow import slow

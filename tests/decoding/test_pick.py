@@ -15,9 +15,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from selfspec.core import SamplingParams
 from selfspec.kernels.gumbel import gumbel
 from selfspec.kernels.pick import filtered, scored
+from selfspec.params import SamplingParams
 
 
 def pick(logits, params, positions):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from selfspec.core import LOOKUP, SamplingParams
+from selfspec.core import LOOKUP
 from selfspec.drafting.lookup import Prediction, TextLookup
 from selfspec.drafting.ngram_index import CompiledIndex, Index
+from selfspec.params import SamplingParams
 from tests.executors.requests import RECORDED, engine_of, every_executor, programs
 from tests.helpers import Always, Run, make_prompts
 

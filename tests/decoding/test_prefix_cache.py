@@ -22,10 +22,11 @@ from hypothesis.stateful import (
 )
 
 from selfspec.control.plan import Policy
-from selfspec.core import Request, SamplingParams, SpeculativeConfig
+from selfspec.core import Request
 from selfspec.decoding import prefix_cache
 from selfspec.decoding.prefix_cache import PrefixCache
 from selfspec.loading.target import Target
+from selfspec.params import SamplingParams, SpeculativeConfig
 from tests import helpers
 from tests.executors.requests import (
     PAGE,

@@ -14,8 +14,8 @@ from transformers import (
     SynthIDTextWatermarkLogitsProcessor,
 )
 
-from selfspec.core import SamplingParams
 from selfspec.kernels.pick import scored
+from selfspec.params import SamplingParams
 from tests.decoding.test_greedy import check_equals_generate
 from tests.decoding.test_sampling import check_equals_plain
 from tests.helpers import (

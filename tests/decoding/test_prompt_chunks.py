@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 
-from selfspec.core import SamplingParams
 from selfspec.decoding import scheduler
 from selfspec.decoding.scheduler import LEAST, PromptChunks, chunks_for
 from selfspec.executors.prefill import shares
 from selfspec.loading.target import Target
+from selfspec.params import SamplingParams
 from tests.helpers import Run, Schedule, engine_of, generate, make_prompts, tokens_of
 from tests.models import build, tiny
 

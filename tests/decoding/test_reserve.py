@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from selfspec.core import SamplingParams
+from selfspec.params import SamplingParams
 from tests.executors.requests import engine_of, most_executors, programs
 from tests.helpers import audit_cache, make_prompts
 

@@ -19,8 +19,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from selfspec.core import SamplingParams
 from selfspec.loading.target import Target
+from selfspec.params import SamplingParams
 from tests.helpers import Always, Schedule, decode, make_prompts, request, tokens_of
 from tests.models import build, tiny
 from tests.slow import FRESH, slow

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.core import SamplingParams
 from selfspec.executors.cpu.shadow import MAX_SINGLE_THREAD
 from selfspec.executors.penalties import Penalty
 from selfspec.executors.picker import Picker, packed_params
@@ -19,6 +18,7 @@ from selfspec.executors.shadow import by_torch, shadow_picks
 from selfspec.loading.target import Target
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.shortlist import NUM_TOP
+from selfspec.params import SamplingParams
 from tests.decoding.test_penalties import by_hand
 from tests.helpers import Adversary, decode, make_prompts
 from tests.models import build, some_heads, tiny

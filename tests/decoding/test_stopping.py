@@ -11,9 +11,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from selfspec.core import SamplingParams
 from selfspec.decoding.stopping import SequenceText, Stopper, TextStream
 from selfspec.loading.target import Target
+from selfspec.params import SamplingParams
 from tests.executors.requests import BYTES
 from tests.helpers import Always, Run, Schedule, decode, engine_of, generate, make_prompts, request
 from tests.models import build, tiny

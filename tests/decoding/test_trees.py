@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selfspec.control.plan import NUM_BINS, Alternatives, likely_alternatives
-from selfspec.core import SamplingParams
 from selfspec.executors.accept import accept_tree
 from selfspec.model.attention import Reach, attend_rows
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span, Tree
+from selfspec.params import SamplingParams
 from tests.helpers import Always, audit_cache, decode, generate, make_prompts, tokens_of
 from tests.models import FAMILIES, tiny
 from tests.slow import of_each_kind

@@ -15,7 +15,8 @@ from eval.replay import replay
 from eval.traces import Trace
 from selfspec.control.costs import Costs, Table
 from selfspec.control.plan import NUM_BINS, NUM_LOOKUP_BINS, LookupTable, Policy, ShadowPlan, SurvivalStop
-from selfspec.core import LOOKUP, Plan, SamplingParams, StageSeconds
+from selfspec.core import LOOKUP, Plan, StageSeconds
+from selfspec.params import SamplingParams
 
 
 def made_up_costs(num_layers, head=2e-4, rows=(1, 4)):

@@ -16,9 +16,10 @@ from eval.replay import replay
 from selfspec.control.costs import Copies, Costs, Table
 from selfspec.control.plan import Plain, Policy
 from selfspec.control.published.layerskip import Fixed
-from selfspec.core import DRAFTERS, LOOKUP, Plan
+from selfspec.core import LOOKUP, Plan
 from selfspec.drafting.lookup import TextLookup
 from selfspec.kernels.pick import num_accepted
+from selfspec.params import DRAFTERS
 from tests.eval.replays import Dice, trace_of
 
 

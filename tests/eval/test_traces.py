@@ -13,7 +13,8 @@ from eval.replay import replay
 from eval.traces import Trace, draft, draft_lengths, load, save
 from selfspec.control.plan import NUM_BINS, SurvivalStop
 from selfspec.control.published.layerskip import Fixed
-from selfspec.core import Plan, SamplingParams
+from selfspec.core import Plan
+from selfspec.params import SamplingParams
 from tests.eval.models import tiny_llm
 from tests.eval.replays import made_up_costs, random_trace
 from tests.helpers import make_prompts

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from selfspec.control.plan import Policy
-from selfspec.core import Request, RoundOutput, SamplingParams, StructuredOutputs
+from selfspec.core import Request, RoundOutput
 from selfspec.decoding import engine as engine_module
 from selfspec.decoding.engine import LLMEngine
 from selfspec.decoding.outputs import CompletionOutput
@@ -23,6 +23,8 @@ from selfspec.drafting.responses import Responses
 from selfspec.executors.logit_rules import with_logit_rules
 from selfspec.executors.select import executors_for
 from selfspec.loading.target import Target
+from selfspec.params import SamplingParams
+from selfspec.structured.outputs import StructuredOutputs
 from tests import helpers
 from tests.cuda.standin import with_runner
 from tests.helpers import Adversary, Run, make_prompts

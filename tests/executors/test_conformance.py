@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from selfspec.control import ledger
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.plan import CORPUS, NUM_LOOKUP_BINS, RESPONSES, SOURCES, LookupTable, Policy, always
-from selfspec.core import LOOKUP, Plan, Request, RowRound, SamplingParams
+from selfspec.core import LOOKUP, Plan, Request, RowRound
 from selfspec.drafting.datastore import Datastore
 from selfspec.drafting.responses import Responses
 from selfspec.errors import UnsupportedModelError
 from selfspec.executors.cpu.executor import CompiledRounds
 from selfspec.executors.cuda.rounds import RecordedRounds
 from selfspec.loading.target import Target
+from selfspec.params import SamplingParams
 from tests.executors.requests import (
     LENGTHS,
     NUM_REQUESTS,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from selfspec.cli.failure import ending
-from selfspec.core import LOOKUP, Draft, SamplingParams, Sequence
+from selfspec.core import LOOKUP, Draft, Sequence
 from selfspec.decoding.outputs import SpecStats
 from selfspec.drafting.lookup import RowLookup
 from selfspec.executors.cpu.executor import CompiledRounds
@@ -17,6 +17,7 @@ from selfspec.executors.cuda.rounds import RecordedRounds
 from selfspec.executors.eager import EagerExecutor
 from selfspec.kernels import compiled_call
 from selfspec.model.draft_vocabulary import Frequencies
+from selfspec.params import SamplingParams
 from tests.executors.requests import RECORDED, assert_same, engine_of, most_executors, plain
 from tests.executors.test_conformance import Both
 from tests.helpers import Always, Run, make_prompts, request

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.core import SamplingParams
 from selfspec.kernels.compiled_call import compiled_pick, sampling_bytes
 from selfspec.kernels.pick import best_of, filtered, scored
+from selfspec.params import SamplingParams
 
 GRID = list(itertools.product([0.0, 0.6, 1.0, 1.7], [0, 1, 7, 300], [1.0, 0.95, 0.3], [0.0, 0.1, 1.0]))
 a_kind = st.tuples(

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.core import SamplingParams
 from selfspec.kernels import reference
 from selfspec.kernels.gumbel import gumbel
 from selfspec.kernels.pick import params_of, sampling_tensors
+from selfspec.params import SamplingParams
 from tests.kernels import samples
 
 fused_pick = pytest.importorskip("selfspec.kernels.fused_pick", reason="Triton is not installed")

@@ -9,7 +9,6 @@ import torch
 
 from selfspec.calibrate import profile
 from selfspec.control.acceptance import Tracker
-from selfspec.core import SamplingParams, SpeculativeConfig
 from selfspec.learning import tune as tuning
 from selfspec.learning.agreement import agreement, exit_loss, with_own_states
 from selfspec.learning.answering import answer_and_collect
@@ -24,6 +23,7 @@ from selfspec.llm import LLM
 from selfspec.loading import hub
 from selfspec.model.draft_vocabulary import Subset
 from selfspec.model.exit_heads import FILE, ExitHeads
+from selfspec.params import SamplingParams, SpeculativeConfig
 from tests.gguf_files import source_model, write_gguf
 from tests.models import build, some_heads
 from tests.target import load

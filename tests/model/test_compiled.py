@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.core import Request, SamplingParams
+from selfspec.core import Request
 from selfspec.errors import NoCompilerError
 from selfspec.executors.cpu import install as engines
 from selfspec.executors.cpu.body import CompiledBody
@@ -23,6 +23,7 @@ from selfspec.kernels import compiled_call as c
 from selfspec.kernels import compiler
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.split_model import SplitModel
+from selfspec.params import SamplingParams
 from tests.helpers import Always, Schedule, generate, make_prompts
 from tests.helpers import run as run_requests
 from tests.models import build, rounded, tiny

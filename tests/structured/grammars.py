@@ -7,8 +7,8 @@ from typing import Any
 import llguidance
 import numpy as np
 
-from selfspec.core import StructuredOutputs
 from selfspec.structured.grammars import Grammars
+from selfspec.structured.outputs import StructuredOutputs
 from selfspec.structured.row_grammar import RowGrammar
 from selfspec.structured.tool_calls import ToolUse
 from tests.tokenizers import byte_tokenizer

@@ -9,9 +9,9 @@ from functools import cache
 import pytest
 from jsonschema import Draft202012Validator
 
-from selfspec.core import StructuredOutputs
 from selfspec.loading import hub
 from selfspec.structured.grammars import Grammars
+from selfspec.structured.outputs import StructuredOutputs
 from tests.structured.grammars import bits_of
 
 NUM_SCHEMAS, MOST = 200, 400

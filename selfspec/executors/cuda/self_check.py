@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec.core import Plan, SamplingParams
+from selfspec.core import Plan
 from selfspec.executors.cuda.rounds import RoundRow, RowResult
 from selfspec.kernels.pick import num_accepted, scored
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.self_check import TOLERANCE
+from selfspec.params import SamplingParams
 
 NUM_DRAFTS = 2
 LENGTHS = (11, 6)  # tokens of the prompts
