@@ -274,11 +274,22 @@ def five_launches(split: SplitModel, body: FusedBody, hidden: Tensor) -> dict[st
     squares = kernels.squares_of(hidden)
     qkv, gated = five.qkv(0, hidden, squares), five.gated(0, hidden, squares)
     attended = five.rotate_attend(rows, 0, qkv)
+
+    def attention_and_product(at: int, prefetches: bool) -> Tensor:
+        if prefetches:
+            five.prefetch(at)
+        out = five.add(products[at].o, five.rotate_attend(rows, at, qkv), hidden)[0]
+        if prefetches and at == split.num_layers - 1:
+            five.side.join()
+        return out
+
     return {
         "rotate, attend": lambda at: five.attention(rows, at, qkv),
         "five: norm, qkv": lambda at: five.qkv(at, hidden, squares),
         "five: rotate, attend": lambda at: five.rotate_attend(rows, at, qkv),
         "five: o, add": lambda at: five.add(products[at].o, attended, hidden)[0],
+        "five: rotate, attend; o, add": lambda at: attention_and_product(at, False),
+        "five: rotate, attend; o, add; prefetch": lambda at: attention_and_product(at, True),
         "five: norm, gate, up": lambda at: five.gated(at, hidden, squares),
         "five: down, add": lambda at: five.add(products[at].down, gated, hidden)[0],
     }

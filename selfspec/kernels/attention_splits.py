@@ -26,10 +26,11 @@ WORTH = (
 
 
 class Device(NamedTuple):
-    """What tiles and splits depend on; by default that of an H100 or H200."""
+    """What sizes of launches depend on; by default that of an H100 or H200."""
 
     processors: int = 132  # multiprocessors
     shared_bytes: int = 228 << 10  # of shared memory, per multiprocessor
+    cache_bytes: int = 50 << 20  # of the L2 cache
 
 
 class Tiling(NamedTuple):
@@ -132,7 +133,7 @@ def device_of(tensor: Tensor) -> Device:
     if not tensor.is_cuda:
         return Device()
     found = torch.cuda.get_device_properties(tensor.device)
-    return Device(found.multi_processor_count, found.shared_memory_per_multiprocessor)
+    return Device(found.multi_processor_count, found.shared_memory_per_multiprocessor, found.L2_cache_size)
 
 
 def launch_options(rows: int, block_d: int, block_n: int, itemsize: int, device: Device) -> dict[str, int]:

@@ -239,6 +239,11 @@ def check_squares(hidden: Tensor) -> None:
     require.dense("hidden", hidden, hidden.dtype, *hidden.shape)
 
 
+def check_prefetch(weight: Tensor) -> None:
+    """Raise ValueError for a weight that `prefetch.prefetch` does not accept."""
+    Requirements("prefetch", weight.device).dense("weight", weight, weight.dtype, *weight.shape)
+
+
 def _check_rows(require: Requirements, name: str, x: Tensor) -> None:
     fits = x.dim() == 2 and len(x) <= SKINNY_ROWS
     require.holds(name, f"[N, size] with at most {SKINNY_ROWS} rows", list(x.shape), fits)

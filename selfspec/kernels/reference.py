@@ -23,6 +23,7 @@ from selfspec.kernels.checks import (
     check_gate_product,
     check_norm_product,
     check_pick,
+    check_prefetch,
     check_prepare,
     check_product_add,
     check_rotate,
@@ -287,3 +288,8 @@ def rotate_attend(
     """The reference of `selfspec.kernels.layer_attention.rotate_attend`. It does not count."""
     check_rotate_attend(qkv, keys, values, layout, rotation, counters)
     return attend(rotate(qkv, keys, values, layout, rotation), keys, values, layout, scale, window)
+
+
+def prefetch(weight: Tensor) -> None:
+    """The reference of `selfspec.kernels.prefetch.prefetch`."""
+    check_prefetch(weight)

@@ -40,6 +40,7 @@ class Kernels(NamedTuple):
     product_add: Callable[..., tuple[Tensor, Tensor]]
     squares_of: Callable[[Tensor], Tensor]
     rotate_attend: Callable[..., Tensor]
+    prefetch: Callable[[Tensor], None]
 
 
 REFERENCE = Kernels("reference", *(getattr(reference, name) for name in Kernels._fields[1:]))
@@ -85,10 +86,11 @@ def triton_kernels() -> Kernels:
     from selfspec.kernels.kv_scatter import scatter
     from selfspec.kernels.layer_attention import rotate_attend
     from selfspec.kernels.paged_attention import attend
+    from selfspec.kernels.prefetch import prefetch
     from selfspec.kernels.prepare_round import prepare
     from selfspec.kernels.skinny_products import gate_product, norm_product, product_add, squares_of
 
     return Kernels(
         "triton", scatter, attend, pick, prepare, accept, advance, add_norm, rotate, gate, norm_product, gate_product,
-        product_add, squares_of, rotate_attend,
+        product_add, squares_of, rotate_attend, prefetch,
     )  # fmt: skip

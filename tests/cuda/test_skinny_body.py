@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from functools import partial
+from itertools import chain, repeat
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from selfspec.executors.cuda import body_choice
 from selfspec.executors.cuda import runner as runners
 from selfspec.executors.cuda.body_checks import MAX_ROUNDINGS, differing_rows, layers_error
 from selfspec.executors.cuda.body_choice import TIMED
+from selfspec.executors.cuda.device_work import SideStream
 from selfspec.executors.cuda.fused_body import FusedBody
 from selfspec.executors.cuda.rounds import RoundInputs, RoundKey, RoundRow, StaticRows, WholeRound
 from selfspec.executors.cuda.skinny_body import SkinnyBody, unserved
@@ -194,7 +197,7 @@ def installed(monkeypatch, tmp_path, caplog):
     timed = list[float]()
 
     def open_one(*seconds, kernels=INVARIANT, owned=True):
-        times = iter((2e-3, 1e-3, *(one for pair in seconds for one in pair)))
+        times = chain((2e-3, 1e-3), chain(*seconds), repeat(1.0) if seconds else ())
 
         def measure(recording, device):
             open_one.fives.append(any(one.startswith("rotate_attend") for one in recording.kernels))
@@ -217,17 +220,72 @@ def installed(monkeypatch, tmp_path, caplog):
 def test_five_launches_are_used_for_as_many_rows_as_they_are_faster(installed, seconds, most, caplog):
     assert len(TIMED) == 4
     target, timed = installed(*seconds)
-    assert installed.fives == [False, False, *[False, True] * len(seconds)], (
-        "the views, ten launches, then both in turn"
-    )
+    wanted = [False, False, *[False, True] * len(seconds), *[True, True] * (most > 0)]
+    assert installed.fives == wanted, "the views, ten launches, both in turn, and prefetches, which are not faster"
     for one in (target, installed()[0]):  # the second time without timing
         body = one.split.recorded
         assert type(body) is (SkinnyBody if most else FusedBody)
         assert getattr(body, "most_rows", 0) == most
         told = f"fused, five launches for up to {most} tokens" if most else "fused"
         assert costs_key(one.split)["recorded"] == told, "costs are those of what runs"
-    assert installed()[1] == timed == 2 + 2 * len(seconds)
+    assert installed()[1] == timed == len(wanted)
     assert ("five launches in calls of at most" in caplog.text) == (most > 0)
+
+
+@pytest.mark.parametrize(("pairs", "most"), [((FASTER,) * 3, 32), ((FASTER, SLOWER), 1), ((SLOWER,), 0)])
+def test_weights_are_prefetched_for_as_many_rows_as_it_is_faster(installed, pairs, most, caplog):
+    """Among those that take five launches, here 32."""
+    target, timed = installed(*[FASTER] * 3, SLOWER, *pairs)
+    assert timed == 2 + 8 + 2 * len(pairs)
+    for one in (target, installed()[0]):  # the second time without timing
+        body = one.split.recorded
+        assert (body.most_rows, body.most_prefetched) == (32, most)
+    prompts, params = make_prompts([9, 5]), SamplingParams(max_tokens=8)
+    got = tokens_of(decode(target, prompts, Schedule(2, 2), params))
+    assert got == [generate(build("llama"), prompt, 8) for prompt in prompts]
+
+
+class Stream:
+    """A stream of a device that is not there; `log` tells what all of them are given."""
+
+    def __init__(self, name, log):
+        self.device, self.name, self.log = torch.device("cuda:0"), name, log
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+@torch.inference_mode()
+def test_prefetches_run_beside_attention_and_are_awaited_at_the_end(monkeypatch):
+    log, current = list[str](), ["main"]
+    streams = {name: Stream(name, log) for name in ("main", "side")}
+
+    @contextmanager
+    def on(stream):
+        current.append(stream.name)
+        yield
+        current.pop()
+
+    def seen(name):
+        return lambda *given: log.append(f"{name} on {current[-1]}") or getattr(REFERENCE, name)(*given)
+
+    kernels = REFERENCE._replace(**{name: seen(name) for name in ("norm_product", "rotate_attend", "prefetch")})
+    body = SkinnyBody(skinny("llama", kernels=kernels)[1], 64, 4)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: streams["side"])
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[current[-1]])
+    body.side = SideStream(torch.device("cuda:0"))
+    results = []
+    for most in (4, 0):
+        body.most_prefetched = most
+        layout, _ = layout_of([(0, 1)] * 4, PAGE)
+        rows = StaticRows(PagedCache(9, PAGE), layout, kernels)
+        results.append(body.run(rows, 0, 2, torch.arange(4)))
+        if most:
+            layer = ["norm_product on main", "side waits for main", "prefetch on side", "rotate_attend on main"]
+            assert log == [*layer * 2, "main waits for side"]
+            log.clear()
+    assert log == ["norm_product on main", "rotate_attend on main"] * 2 and torch.equal(*results)
 
 
 def test_timed_rows_take_the_memory_of_one(monkeypatch):

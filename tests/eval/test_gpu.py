@@ -311,6 +311,7 @@ def test_recordings_and_their_seconds_are_counted_and_launches_timed_on_the_stan
     assert after["recordings"] > before["recordings"] and after["recording_seconds"] > 0
     found = gpu_rates.launches(target.split, counts=(1, 5))
     five = {f"five: {one}" for one in ("norm, qkv", "rotate, attend", "o, add", "norm, gate, up", "down, add")}
+    five |= {"five: rotate, attend; o, add", "five: rotate, attend; o, add; prefetch"}
     assert found.keys() == {"chain", "1", "5"}
     assert found["5"].keys() == {"add_norm", "qkv", "rotate, attend", "o", "gate_up", "gate", "down"} | five
     assert all(micros > 0 for one in found.values() for micros in one.values())

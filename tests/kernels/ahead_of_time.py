@@ -29,6 +29,7 @@ from selfspec.kernels import (
     kv_scatter,
     layer_attention,
     paged_attention,
+    prefetch,
     prepare_round,
     skinny_products,
 )
@@ -65,6 +66,7 @@ class Compiled(NamedTuple):
     copies: list[int]  # bytes of each asynchronous copy to shared memory, in the code
     under_way: int  # groups of such copies that may be under way while a loop computes
     products: list[str]  # instructions of tensor cores
+    prefetches: int  # instructions of them, per thread
 
 
 @contextmanager
@@ -115,7 +117,8 @@ def compile_launch(call: str, launch: Launch) -> Compiled:
     under_way = max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", code)), default=0)
     products = sorted({*re.findall(r"(?:wgmma\.mma_async|mma)\.sync\.[\w.]*m\d+n\d+k\d+", code)})
     name = launch.kernel.fn.__name__
-    return Compiled(call, name, registers, split, metadata.shared, metadata.num_warps, copies, under_way, products)
+    found = metadata.shared, metadata.num_warps, copies, under_way, products, code.count("prefetch.global.L2")
+    return Compiled(call, name, registers, split, *found)
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
@@ -218,6 +221,7 @@ def calls() -> dict[str, Callable[[], Any]]:
             32, 8, 128, 5, 64, norm(128), norm(128)
         ),
         "rotate and attend, 5 tokens, 9:3 heads of 64": rotate_attend(9, 3, 64, 5, None),
+        "prefetch": lambda: prefetch.prefetch(torch.empty(4096, 4096, dtype=torch.bfloat16)),
         "add_norm, 4096": add_norm(4096, norm(4096)),
         "add_norm, 576": add_norm(576, norm(576)),
         "add_norm, 8192, no norm": add_norm(8192, None),

@@ -28,13 +28,14 @@ def test_every_kernel_compiles_for_hopper_without_spilling(tmp_path):
     assert told.returncode == 0, told.stderr[-2000:]
     made = json.loads(told.stdout)
     kernels = {"_scatter", "_split", "_combine", "_bound", "_pick_of_block", "_pick_of_row", "_accept", "_advance"}
-    kernels |= {"_add_norm", "_rotate", "_gate", "_prepare", "_product", "_rotate_attend"}
+    kernels |= {"_add_norm", "_rotate", "_gate", "_prepare", "_product", "_rotate_attend", "_prefetch"}
     assert {one["kernel"] for one in made} == kernels
     unspilled = {"_split", "_combine", "_product", "_rotate_attend"}
     for one in made:
         assert 0 < one["registers"] <= 255, one
         assert one["stack_bytes"] <= (0 if one["kernel"] in unspilled else 64), one  # spills
         assert one["shared_bytes"] <= 227 * 1024, one
+        assert one["prefetches"] == (4 if one["kernel"] == "_prefetch" else 0), "512 lines by 128 threads"
         if one["kernel"] in {"_split", "_rotate_attend"}:
             # Keys and values in loads of 128 bits, those of later steps while one computes.
             assert set(one["copies"]) == {16} and one["under_way"] >= 2, one

@@ -151,7 +151,7 @@ def check_layers(
 
 def check_products(device: torch.device, dtype: torch.dtype, seed: int = 0, most: int = MOST) -> Iterator[Case]:
     """Products of few rows, with what stands before and after them; and a row's bits alone against those among 64."""
-    from selfspec.kernels import skinny_products
+    from selfspec.kernels import prefetch, skinny_products
 
     rng = torch.Generator(device).manual_seed(seed)
 
@@ -176,7 +176,10 @@ def check_products(device: torch.device, dtype: torch.dtype, seed: int = 0, most
     for name, wanted in results(reference, slice(0, 64)).items():
         error = float((whole[name].float() - wanted.float()).norm() / wanted.float().norm())
         yield Case(name, _name(dtype), error if error == error else float("inf"), TOLERANCE[dtype])
-    if device.type == "cuda":  # the interpreter's products are a library's
+    if device.type == "cuda":  # the interpreter's products are a library's, and it has no cache
+        kept = down.clone()
+        prefetch.prefetch(down)
+        yield Case("prefetch", _name(dtype), float((down != kept).sum()), 0.0)
         for count in (1, 2, 5, 16, 17, 32, 33):
             for name, got in results(skinny_products, slice(0, count)).items():
                 differing = float((got != whole[name][:count]).sum())

@@ -39,6 +39,7 @@ class BodyChoice(NamedTuple):
 
     packing: Packing | None  # how the weights of fused layers are packed; None: the model's own modules run
     most_rows: int  # the most tokens of a call whose layers take five launches; 0: none
+    most_prefetched: int = 0  # those of a call that prefetches
 
 
 def choose_body(
@@ -64,17 +65,21 @@ def choose_body(
         return None if cannot_record else BodyChoice(None, 0)
     given = split, runner, problem_of, measure or replay_seconds
     packing = packing_of(split.llama, owned)
-    ten = _tried(*given, lambda: fused_body(split, runner, packing), (1,))
+    ten = _tried(*given, lambda rows: fused_body(split, runner, packing), (1,))
     if not ten.most_rows:
         _log.log(ten.level, "recordings run the model's own modules; with fused layers: %s", ten.told)
         return None if ten.is_error else BodyChoice(None, 0)
     _log.info("recordings run fused layers (weights: %s); %s", packing, ten.told)
-    five = _tried(*given, lambda: SkinnyBody(split.recorded), TIMED)
+    body, ahead = split.recorded, _Trial(0, "")
+    five = _tried(*given, lambda rows: SkinnyBody(body, rows), TIMED)
     if five.most_rows:
         _log.info("fused layers take five launches in calls of at most %d tokens; %s", five.most_rows, five.told)
+        timed = [rows for rows in TIMED if rows <= five.most_rows]
+        ahead = _tried(*given, lambda rows: SkinnyBody(body, five.most_rows, rows), timed)
+        _log.log(ahead.level, "weights are prefetched in calls of at most %d tokens; %s", ahead.most_rows, ahead.told)
     else:
         _log.log(five.level, "fused layers take ten launches; with five: %s", five.told)
-    return None if five.is_error else BodyChoice(packing, five.most_rows)
+    return None if five.is_error or ahead.is_error else BodyChoice(packing, five.most_rows, ahead.most_rows)
 
 
 class _Trial(NamedTuple):
@@ -90,18 +95,18 @@ class _Trial(NamedTuple):
 
 
 def _tried(
-    split: Any, runner: Any, problem_of: Callable[[], str], measure: Measure, make: Callable[[], FusedBody],
+    split: Any, runner: Any, problem_of: Callable[[], str], measure: Measure, make: Callable[[int], FusedBody],
     timed: Sequence[int],
 ) -> _Trial:  # fmt: skip
     """Set `split.recorded` to layers if they are right, and faster than those that it has.
 
     Args:
-        make: makes them.
-        timed: rows with a token each. `SkinnyBody` serves as many as it is faster for; others must be for the first.
+        make: makes them for calls of at most so many tokens.
+        timed: rows with a token each. The layers serve as many as they are faster for.
     """
     before, most, told, is_error = split.recorded, 0, "", False
     try:
-        body = make()
+        body = make(timed[-1])
         reason = _wrong(split, body)
         for rows in () if reason else timed:
             split.recorded = before
@@ -111,9 +116,9 @@ def _tried(
             told = f"a token of {rows} rows takes {1e3 * own:.3g} ms, {1e3 * theirs:.3g} ms without them"
             if own >= theirs:
                 break
-            most = rows  # while it is timed, `SkinnyBody` takes as many as its kernels do
-        if most and isinstance(body, SkinnyBody):
-            body.most_rows = most
+            most = rows
+        if 0 < most < timed[-1]:
+            split.recorded = make(most)
         runner.graphs.forget(lambda key: True)
         reason = reason or ("" if most else told) or problem_of() or runner.refused or ""
     except torch.OutOfMemoryError:
@@ -129,12 +134,14 @@ def _tried(
 
 def _wrong(split: Any, body: FusedBody) -> str:
     """What is wrong with layers before any round is recorded with them; "" if nothing is."""
-    is_skinny = isinstance(body, SkinnyBody)
-    reason = unserved(body) if is_skinny else ""
-    if not reason:
-        error = layers_error(split, body)
-        reason = "" if error <= MAX_ROUNDINGS else f"hidden states differ by {error:.2g} roundings"  # it may be NaN
-    return reason or (differing_rows(split, body) if is_skinny else "")
+    if isinstance(body, SkinnyBody) and body.most_prefetched:
+        return ""  # it computes what was checked without
+    if isinstance(body, SkinnyBody) and (reason := unserved(body)):
+        return reason
+    error = layers_error(split, body)
+    if not error <= MAX_ROUNDINGS:  # it may be NaN
+        return f"hidden states differ by {error:.2g} roundings"
+    return differing_rows(split, body) if isinstance(body, SkinnyBody) else ""
 
 
 def apply_choice(split: Any, runner: Any, owned: bool, choice: BodyChoice) -> bool:
@@ -145,7 +152,7 @@ def apply_choice(split: Any, runner: Any, owned: bool, choice: BodyChoice) -> bo
         return False
     try:
         body = fused_body(split, runner, choice.packing)
-        split.recorded = SkinnyBody(body, choice.most_rows) if choice.most_rows else body
+        split.recorded = SkinnyBody(body, *choice[1:]) if choice.most_rows else body
     except torch.OutOfMemoryError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""`DeviceWork`: what several threads give one device, in one order; and the seconds that work takes there."""
+"""What a device is given: by several threads in one order, beside other work; and the seconds that it takes there."""
 
 from __future__ import annotations
 
@@ -53,6 +53,25 @@ class DeviceWork:
                 guard.__exit__(*error)
         finally:
             self._lock.release()
+
+
+class SideStream:
+    """A stream of a device for work beside that of the current one; on CPU, it is done in order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def fork(self) -> AbstractContextManager[Any]:
+        """A context whose work begins after what the current stream was given before."""
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        return torch.cuda.stream(self._stream)
+
+    def join(self) -> None:
+        """Let the current stream wait for all work of this one, as a recording needs at its end."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
 def fastest(work: Callable[[], Any], repeats: int, device: torch.device) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from selfspec.executors.cuda.device_work import SideStream
 from selfspec.executors.cuda.fused_body import FusedBody, tap
 from selfspec.executors.cuda.packed_linear import PackedLinear
 from selfspec.executors.cuda.rounds import StaticRows
@@ -28,30 +29,40 @@ class SkinnyBody(FusedBody):
     Args:
         shares: the layers, with their packed weights; `unserved` says whether they can be run so.
         most_rows: 1 to 64.
+        most_prefetched: in calls of at most so many places, the output product's weight is read into the device's cache
+            while attention, which reads little, runs beside.
     """
 
-    def __init__(self, shares: FusedBody, most_rows: int = SKINNY_ROWS) -> None:
+    def __init__(self, shares: FusedBody, most_rows: int = SKINNY_ROWS, most_prefetched: int = 0) -> None:
         super().__init__(shares.weights, shares.kernels, shares.packing, shares)
-        self.most_rows = most_rows
+        self.most_rows, self.most_prefetched = most_rows, most_prefetched
         kv_heads = len(self.weights.layers[0].k.weight) // self.weights.head_dim
         device = self.weights.embedding.device
         self._counters = torch.zeros(SKINNY_ROWS * kv_heads, dtype=torch.int32, device=device)
+        self.side = SideStream(device)
 
     def __str__(self) -> str:
-        return f"fused, five launches for up to {self.most_rows} tokens"
+        prefetched = f", prefetch for up to {self.most_prefetched}" if self.most_prefetched else ""
+        return f"fused, five launches for up to {self.most_rows} tokens{prefetched}"
 
     def run(self, rows: PackedRows, start: int, stop: int, given: Tensor, taps: Taps | None = None) -> Tensor:
         """See `SplitModel.run`."""
         assert isinstance(rows, StaticRows)
         if not self.takes(rows.layout):
             return super().run(rows, start, stop, given, taps)
+        prefetches = len(rows.layout.rows) <= self.most_prefetched
         hidden = given if start else self._embedded(given)
         squares = self.kernels.squares_of(hidden)
         for depth in range(start, stop):
             tap(taps, depth, start, hidden)
-            attended = self.rotate_attend(rows, depth, self.qkv(depth, hidden, squares))
+            qkv = self.qkv(depth, hidden, squares)
+            if prefetches:
+                self.prefetch(depth)
+            attended = self.rotate_attend(rows, depth, qkv)
             hidden, squares = self.add(self.products[depth].o, attended, hidden)
             hidden, squares = self.add(self.products[depth].down, self.gated(depth, hidden, squares), hidden)
+        if prefetches:
+            self.side.join()
         tap(taps, stop, start, hidden)
         if stop < len(self.weights.layers):
             return hidden
@@ -75,6 +86,13 @@ class SkinnyBody(FusedBody):
         assert linear.weight is not None
         norm = self.weights.layers[depth].norm
         return self.kernels.norm_product(hidden, squares, norm, linear.weight, linear.bias)
+
+    def prefetch(self, depth: int) -> None:
+        """Read the output product's weight beside what follows. `run` joins once, at its end."""
+        weight = self.products[depth].o.weight
+        assert weight is not None
+        with self.side.fork():
+            self.kernels.prefetch(weight)
 
     def rotate_attend(self, rows: StaticRows, depth: int, qkv: Tensor) -> Tensor:
         """See `FusedBody.attention`."""
