@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # for annotations alone
     from torch import Tensor
 
     from selfspec.control.ledger import Ledger
-    from selfspec.control.plan import Alternatives, LookupTable, ShadowPlan, SurvivalStop
+    from selfspec.control.plan import LookupTable, ShadowPlan, SurvivalStop
     from selfspec.decoding.outputs import SpecStats
     from selfspec.decoding.stopping import Stopper, TextDelta
     from selfspec.drafting.lookup import RowLookup
@@ -185,7 +185,7 @@ class Plan:
     least one round runs.
 
     Both stop rules (`min_confidence`, `stop`) end a row's draft after a token. They never withdraw that token, which
-    would bias sampled output. Recorded rounds (CUDA) have neither stop rules nor `alternatives`.
+    would bias sampled output. Recorded rounds (CUDA) have no stop rules.
 
     Args:
         exit_layer: number of layers that draft. None: plain decoding. 0 (`LOOKUP`): every row drafts the tokens that
@@ -200,7 +200,6 @@ class Plan:
     keep_confidence: bool = False  # report confidences of drafted tokens even where no stop rule needs them
     keep_divergence: bool = False  # report KL(target || draft) at the judged positions
     shadow: ShadowPlan | None = None  # a probe after the first round that is not drafted by lookup
-    alternatives: Alternatives | None = None  # second choices, drafted on branches
     draft_vocab: int | None = None  # draft over the N most frequent tokens; not with processors and grammars
     draft_bits: int | None = None  # 4: draft by 4-bit copies of the layers, where they exist; all layers verify
     lookups: LookupTable | None = None  # draft by lookup in the rounds for which the table gives lengths
@@ -213,7 +212,7 @@ class Plan:
     @property
     def reads_confidence(self) -> bool:
         """Whether confidences of drafted tokens are computed."""
-        wants = self.keep_confidence or self.min_confidence > 0 or self.stop or self.alternatives
+        wants = self.keep_confidence or self.min_confidence > 0 or self.stop
         return bool(wants) and self.exit_layer != LOOKUP
 
 
@@ -230,10 +229,10 @@ class RowRound:
     """What one sequence got out of one round. The executor makes it; the engine cuts it where the sequence ends."""
 
     sequence: Sequence
-    num_drafted: int  # tokens of its draft, without branches; beyond the sequence's end none counts
+    num_drafted: int  # tokens of its draft; beyond the sequence's end none counts
     num_accepted: int  # drafted tokens among `token_ids`
     token_ids: list[int]  # new tokens: accepted drafts, then the target's own pick
-    drafted: list[int] = field(default_factory=list)  # the draft; of a tree, the branch that the output followed
+    drafted: list[int] = field(default_factory=list)
     confidences: tuple[float, ...] = ()  # of the drafted tokens, where the plan reads them
     divergences: tuple[float, ...] = ()  # KL(target || draft) in nats at the judged positions, where the plan asks
     shadow: ShadowPicks | None = None
@@ -242,8 +241,6 @@ class RowRound:
     logprobs: list[TokenLogprobs] | None = None  # of `token_ids`, where the request asks for them
     logits: Tensor | None = None  # [len(token_ids), vocab], where the request keeps them
     scores: Tensor | None = None
-    alternative: bool | None = None  # whether the alternative at the first rejection was accepted; None: none there
-    num_branch_tokens: int = 0  # drafted on other branches than `drafted`
     is_outside_vocab: bool = False  # the draft's vocabulary lacks the target's pick at the first rejection
     text: str | TextDelta = ""  # what became certain of the text
     finish_reason: FinishReason | None = None  # if the sequence ended in this round
@@ -259,15 +256,10 @@ class RowRound:
             self.token_ids = self.token_ids[:num_kept]
             self.logprobs = None if self.logprobs is None else self.logprobs[:num_kept]
         if num_kept < self.num_accepted:
-            self.num_drafted = min(self.num_chain_accepted, num_kept)
-            self.num_accepted, self.alternative, self.is_outside_vocab = num_kept, None, False
+            self.num_drafted = self.num_accepted = num_kept
+            self.is_outside_vocab = False
             self.confidences = self.confidences[: self.num_drafted]
             self.divergences = self.divergences[: self.num_drafted]
-
-    @property
-    def num_chain_accepted(self) -> int:
-        """Accepted tokens of the draft without its branches."""
-        return self.num_accepted - bool(self.alternative)
 
     @property
     def num_emitted(self) -> int:
@@ -276,8 +268,8 @@ class RowRound:
 
     @property
     def num_judged(self) -> int:
-        """Judged tokens of the draft without its branches: the accepted ones, and the first rejected one."""
-        return min(self.num_chain_accepted + 1, self.num_drafted)
+        """Judged tokens of the draft: the accepted ones, and the first rejected one."""
+        return min(self.num_accepted + 1, self.num_drafted)
 
 
 @dataclass(slots=True)

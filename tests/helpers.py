@@ -18,7 +18,6 @@ from transformers import DynamicCache, LogitsProcessorList
 from selfspec.control.plan import (
     NUM_BINS,
     NUM_LOOKUP_BINS,
-    Alternatives,
     LookupTable,
     Policy,
     ShadowPlan,
@@ -99,7 +98,7 @@ class Adversary(Schedule):
 
     Args:
         most_rounds: of a plan.
-        eager: how often a plan asks for what the eager executor alone has: alternatives and divergences.
+        eager: how often a plan asks for what the eager executor alone has: divergences.
         simple: how often a plan asks for none of stop rules, probes and the above.
     """
 
@@ -136,14 +135,12 @@ class Adversary(Schedule):
         rates = tuple(dice.random() for _ in range(NUM_BINS))
         layers = self.some([layer for layer in self.layers if layer != plan.exit_layer], 1)
         shadow = ShadowPlan(layers, self.some(range(len(rows)), 0), dice.randint(1, 8), dice.random() < 0.5)
-        rule = Alternatives(rates, rates[::-1], dice.choice([-1, 0.05]), dice.choice([1, 3, 9]), dice.choice([0, 0.3]))
         made = replace(
             plan,
             stop=dice.choice([None, SurvivalStop(rates, dice.random())]),
             keep_confidence=dice.random() < 0.5,
             keep_divergence=dice.random() < self.eager,
             shadow=shadow if dice.random() < 0.5 else None,
-            alternatives=rule if drafts and dice.random() < self.eager else None,
             draft_vocab=dice.choice([None, 50]) if drafts else None,
             draft_bits=dice.choice([None, 4]) if drafts and self.copies else None,
             lookups=dice.choice([None, self.some_lookups(rows)]) if plan.exit_layer != LOOKUP else None,
@@ -152,7 +149,7 @@ class Adversary(Schedule):
         )
         if self.simple_dice.random() >= self.simple:
             return made
-        return replace(made, min_confidence=0.0, stop=None, shadow=None, keep_divergence=False, alternatives=None)
+        return replace(made, min_confidence=0.0, stop=None, shadow=None, keep_divergence=False)
 
     def some_lookups(self, rows: list[Sequence]) -> LookupTable:
         """A table that drafts little or much after any match, or nothing as long as that promises too little."""
@@ -191,7 +188,7 @@ class Adversary(Schedule):
             columns = {len(line) for line in (*row.shadow.hits, *row.shadow.confidences)}
             assert row.shadow.layers == plan.shadow.layers and i in plan.shadow.rows
             assert len(columns) == 1 and max(columns) <= plan.shadow.max_columns
-            assert min(columns) >= min(row.num_chain_accepted + 1, plan.shadow.max_columns)
+            assert min(columns) >= min(row.num_accepted + 1, plan.shadow.max_columns)
             self.shadows.append((row, row.sequence.num_tokens - len(row.token_ids), plan.shadow.exact))
 
 

@@ -110,7 +110,7 @@ def test_a_sentence_says_what_drafted_and_what_it_gained():
 
 
 HALF, ALL = (RowRound(SEQUENCE, 2, at, [5, 6, 7][: at + 1], [5, 6]) for at in (1, 2))
-NOTHING, BRANCHES = RowRound(SEQUENCE, 0, 0, [5]), RowRound(SEQUENCE, 1, 1, [5, 6], [5], num_branch_tokens=4)
+NOTHING = RowRound(SEQUENCE, 0, 0, [5])
 FORCED = RowRound(SEQUENCE, 2, 2, [5, 6, 7], [5, 6], match_length=2, source=GRAMMAR)
 SURE = Plan(3, (18,), stop=SurvivalStop((0.5,) * NUM_BINS, 0.618), speedup=2.342)
 
@@ -131,7 +131,6 @@ SURE = Plan(3, (18,), stop=SurvivalStop((0.5,) * NUM_BINS, 0.618), speedup=2.342
         (Plan(LOOKUP, (2,)), [ALL], "lookup  drafted  2  accepted  2"),
         (Plan(LOOKUP, (2,)), [FORCED], "grammar  drafted  2  accepted  2"),
         (Plan(LOOKUP, (2, 2)), [FORCED, HALF], " 2 rows  lookup  drafted  4  accepted  3"),
-        (Plan(3, (8,)), [BRANCHES], "exit  3  up to  8  drafted  1 +4 on branches  accepted  1"),
     ],
 )
 def test_a_round_is_a_line(plan, rows, line):
@@ -141,13 +140,6 @@ def test_a_round_is_a_line(plan, rows, line):
 def test_a_round_by_lookup_of_another_plan_says_so():
     round_ = RoundOutput(LOOKUP, [ALL], StageSeconds(), Plan(3, (4,), speedup=2.0))
     assert show.plan_line(1, round_) == "round    1  lookup  drafted  2  accepted  2"
-
-
-def test_tokens_on_branches_are_in_the_table():
-    stats = SpecStats()
-    for num_branch_tokens, is_shown in ((0, False), (4, True)):
-        stats.add_round(3, 2, 3, num_branch_tokens)
-        assert (["on", "other", "branches", "4"] in table_of(stats, {"draft": 1.0}, {"3": 1})) == is_shown
 
 
 def table_of(*given):

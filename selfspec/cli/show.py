@@ -63,9 +63,7 @@ def plan_line(number: int, round_: RoundOutput) -> str:
     parts.append(
         drafter_of(round_) if is_lookup else f"exit {round_.exit_layer:>2}  up to {max(plan.draft_lengths):>2}"
     )
-    num_branch_tokens = sum(row.num_branch_tokens for row in rows)
-    branches = f" +{num_branch_tokens} on branches" if num_branch_tokens else ""
-    parts.append(f"drafted {sum(len(row.drafted) for row in rows):>2}{branches}")
+    parts.append(f"drafted {sum(len(row.drafted) for row in rows):>2}")
     parts.append(f"accepted {sum(row.num_accepted for row in rows):>2}")
     if is_lookup:
         return "  ".join(parts)
@@ -93,8 +91,6 @@ def stats_table(stats: SpecStats, seconds_by_stage: Mapping[str, float], plans: 
     for name, share in _shares(plans).items():
         table.add_row(f"  {name}", f"{share:.0%}")
     table.add_row("drafted tokens", str(stats.num_draft_tokens))
-    if stats.num_branch_tokens:
-        table.add_row("  on other branches", str(stats.num_branch_tokens))
     table.add_row("accepted", f"{stats.num_accepted_draft_tokens} ({stats.draft_acceptance_rate:.0%})")
     for i, (joint, conditional) in enumerate(stats.acceptance_by_position(), 1):
         if i in POSITIONS:

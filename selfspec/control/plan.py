@@ -71,34 +71,6 @@ class SurvivalStop(NamedTuple):
         return sum(survivals) >= self.least * len(survivals)
 
 
-class Alternatives(NamedTuple):
-    """When to draft the exit layer's second most probable token, the alternative, on a branch.
-
-    All alternatives of a round run through the early layers in the pass over the draft's last token. Layers that run
-    as compiled code have no branches: there a plan's alternatives are left out.
-    """
-
-    right: tuple[float, ...]  # by confidence bin of the drafted token: its acceptance rate
-    second: tuple[float, ...]  # the same bins: acceptance rate of the alternative after the drafted token was rejected
-    least: float  # an alternative is drafted where its probability of being accepted exceeds this
-    most: int  # alternatives per row
-    enough: float = 0.0  # a row has none unless their probabilities exceed `least` by more than this in sum
-
-
-def likely_alternatives(rule: Alternatives, confidences: abc.Sequence[float], most: int) -> list[int]:
-    """The draft positions, from 0 and ascending, of the alternatives to draft: the `most` most probable ones."""
-    offers, survival = [], 1.0
-    for at, confidence in enumerate(confidences):
-        column = confidence_bin(confidence)
-        offers.append((survival * (1 - rule.right[column]) * rule.second[column], -at))
-        survival *= rule.right[column]
-    offers.sort(reverse=True)
-    found = [(chance, -at) for chance, at in offers[: max(0, most)] if chance > rule.least]
-    if sum(chance - rule.least for chance, _ in found) <= rule.enough:
-        return []
-    return sorted(at for _, at in found)
-
-
 class ShadowPlan(NamedTuple):
     """A probe: the layers and rows whose shadow picks are computed after a round."""
 

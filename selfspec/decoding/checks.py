@@ -6,7 +6,7 @@ from collections import abc
 from dataclasses import replace
 from itertools import pairwise
 
-from selfspec.control.plan import GRAMMAR, NUM_BINS, NUM_LOOKUP_BINS, Alternatives, LookupTable, Policy, ShadowPlan
+from selfspec.control.plan import GRAMMAR, NUM_BINS, NUM_LOOKUP_BINS, LookupTable, Policy, ShadowPlan
 from selfspec.core import LOOKUP, UNBOUNDED_ROUNDS, Plan, Request, RoundOutput, Sequence
 from selfspec.errors import is_number, whole
 from selfspec.model.split_model import SplitModel
@@ -117,18 +117,7 @@ def check_plan(plan: Plan, num_rows: int, num_layers: int) -> Plan:
             raise ValueError(f"a plan's exit_layer must be None or lie in 0..{last} (0: lookup), got {exit_layer}")
         lengths = tuple([whole("a plan's draft length", length, 0) for length in plan.draft_lengths])
     num_rounds = whole("a plan's num_rounds", plan.num_rounds, 1)
-    rule = None if plan.alternatives is None else _checked_alternatives(plan.alternatives)
-    return replace(plan, exit_layer=exit_layer, draft_lengths=lengths, num_rounds=num_rounds, alternatives=rule)
-
-
-def _checked_alternatives(rule: Alternatives) -> Alternatives:
-    """The same with a plain int; ValueError where compiled code would read beyond it, or could not sort by it."""
-    for rates in (rule.right, rule.second):
-        if len(rates) != NUM_BINS or any(rate != rate for rate in rates):
-            raise ValueError(
-                f"a plan's alternatives must have rates of first and of second choices, {NUM_BINS} each, got {rates}"
-            )
-    return rule._replace(most=whole("a plan's alternatives' most", rule.most))
+    return replace(plan, exit_layer=exit_layer, draft_lengths=lengths, num_rounds=num_rounds)
 
 
 def check_lookups(lookups: LookupTable, num_rows: int) -> None:

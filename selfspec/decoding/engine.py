@@ -306,8 +306,8 @@ class LLMEngine:
             if row.sequence.is_finished:
                 self._num_wasted += len(row.token_ids)
                 continue
-            if vocabulary is not None and round_.exit_layer and row.num_chain_accepted < row.num_drafted:
-                row.is_outside_vocab = row.token_ids[row.num_chain_accepted] not in vocabulary.members
+            if vocabulary is not None and round_.exit_layer and row.num_accepted < row.num_drafted:
+                row.is_outside_vocab = row.token_ids[row.num_accepted] not in vocabulary.members
             try:
                 self._emit(row)
                 self._rows += [row]  # no call, after which an interrupt would be taken for one before
@@ -326,7 +326,7 @@ class LLMEngine:
         row.cut(kept)
         sequence.append(row)
         self.frequencies.add(row.token_ids, written=True)
-        sequence.stats.add_round(len(row.drafted), row.num_accepted, kept, row.num_branch_tokens)
+        sequence.stats.add_round(len(row.drafted), row.num_accepted, kept)
         self._num_wasted += num_tokens - kept
         if row.finish_reason is not None:
             self._finish(sequence, row.finish_reason)

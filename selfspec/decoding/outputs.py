@@ -15,18 +15,15 @@ class SpecStats:
     """Counts of one request, or of many when added together.
 
     A step is a round in which the row had at least one drafted token; rounds without a draft count as plain steps. A
-    step cut short by an end of text counts the drafted tokens that were kept. Of a draft that is a tree, the draft
-    length is that of the branch that the output followed; those of other branches are counted apart.
+    step cut short by an end of text counts the drafted tokens that were kept.
     """
 
     acceptance_histogram_by_draft_length: dict[int, Counter[int]] = field(default_factory=dict)
     num_plain_steps: int = 0
     num_generated_tokens: int = 0
-    num_branch_tokens: int = 0  # drafted on other branches
 
-    def add_round(self, drafted: int, accepted: int, emitted: int, branch_tokens: int = 0) -> None:
+    def add_round(self, drafted: int, accepted: int, emitted: int) -> None:
         self.num_generated_tokens += emitted
-        self.num_branch_tokens += branch_tokens
         if drafted == 0:
             self.num_plain_steps += 1
             return
@@ -38,7 +35,6 @@ class SpecStats:
     def __add__(self, other: SpecStats) -> SpecStats:
         total = SpecStats({}, self.num_plain_steps + other.num_plain_steps, self.num_generated_tokens)
         total.num_generated_tokens += other.num_generated_tokens
-        total.num_branch_tokens = self.num_branch_tokens + other.num_branch_tokens
         for part in (self, other):
             for length, counts in part.acceptance_histogram_by_draft_length.items():
                 total.acceptance_histogram_by_draft_length.setdefault(length, Counter()).update(counts)
@@ -55,8 +51,7 @@ class SpecStats:
 
     @property
     def num_draft_tokens(self) -> int:
-        followed = sum(d * counts.total() for d, counts in self.acceptance_histogram_by_draft_length.items())
-        return followed + self.num_branch_tokens
+        return sum(d * counts.total() for d, counts in self.acceptance_histogram_by_draft_length.items())
 
     @property
     def num_accepted_draft_tokens(self) -> int:

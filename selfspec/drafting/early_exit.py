@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec.model.kv_cache import PackedRows, PagedCache, Span, Tree, tensor_of
+from selfspec.model.kv_cache import PackedRows, PagedCache, Span, tensor_of
 from selfspec.model.split_model import SplitModel, Taps
 
 
@@ -21,17 +21,12 @@ class DraftRow(NamedTuple):
 
 
 class PackedDraft(NamedTuple):
-    """The tokens that ran through the early layers in a round, row after row: the last token, then the draft.
-
-    The tokens of a tree are its nodes in order.
-    """
+    """The tokens that ran through the early layers in a round, row after row: the last token, then the draft."""
 
     tokens: Tensor  # int64 [N]
     hidden: Tensor  # [N, hidden_size], after the exit layer
     lengths: list[int]  # drafted tokens per row; N = sum of (length + 1)
     taps: Tensor | None = None  # [K, N, hidden_size] after the K tapped layers below the exit, in their order
-    trees: list[Tree | None] | None = None  # per row; None: its draft is a chain
-    chains: list[int] | None = None  # with trees: length of each row's draft without its branches
 
     @classmethod
     def given(cls, last: Sequence[int], drafts: Sequence[Sequence[int]], device: torch.device) -> PackedDraft:
@@ -45,17 +40,8 @@ class PackedDraft(NamedTuple):
         return self.hidden is self.tokens
 
 
-class Branch(NamedTuple):
-    """A drafted alternative."""
-
-    parent: int  # its parent node: 0 is the row's last token, then the draft
-    token: int
-
-
 # (hidden states [R, hidden_size], their rows, draft step) -> (picks [R], rows that continue)
 PickDraft = Callable[[Tensor, list[int], int], tuple[Tensor, list[int]]]
-# (row, number of its drafted tokens) -> branches to draft
-PickBranches = Callable[[int, int], Sequence[Branch]]
 
 
 def draft_by_exit(
@@ -66,12 +52,11 @@ def draft_by_exit(
     exit_layer: int,
     choose: PickDraft,
     tapped: Sequence[int] = (),
-    branches: PickBranches | None = None,
 ) -> PackedDraft:
-    """PackedDraft the tokens of all rows step by step; a row leaves when it has drafted its length.
+    """Draft the tokens of all rows step by step; a row leaves when it has drafted its length.
 
-    A row's last drafted token and its branches run through the early layers, too, so that verification continues from
-    the exit layer for all tokens, and full acceptance yields the bonus token.
+    A row's last drafted token runs through the early layers, too, so that verification continues from the exit layer
+    for all tokens, and full acceptance yields the bonus token.
 
     Args:
         tapped: layers below the exit layer whose hidden states are kept.
@@ -79,53 +64,23 @@ def draft_by_exit(
     steps: list[_Step] = []
     inner = [layer for layer in tapped if layer < exit_layer]
     live, lengths = list(range(len(rows))), [row.length for row in rows]
-    trees: list[Tree | None] = [None] * len(rows)
     while live:
         step = len(steps)
-        fed, spans = live, [Span(rows[r].pages, rows[r].position + step, 1) for r in live]
-        if branches is not None:
-            branches_of = [branches(r, step) if lengths[r] == step else () for r in live]
-            if any(branches_of):
-                fed, tokens, spans = _add_branches(live, tokens, spans, branches_of, step, trees)
-        packed = PackedRows(cache, spans, split.device)
+        packed = PackedRows(cache, [Span(rows[r].pages, rows[r].position + step, 1) for r in live], split.device)
         taps: Taps | None = dict.fromkeys(inner) if inner else None
         hidden = split.run(packed, 0, exit_layer, tokens, taps)
         seen = torch.stack([h for h in taps.values() if h is not None]) if taps else None
-        steps.append(_Step(fed, tokens, hidden, seen))
+        steps.append(_Step(live, tokens, hidden, seen))
         going = [r for r in live if lengths[r] > step]
         if not going:
             break
-        if len(going) < len(fed):
-            hidden = hidden[tensor_of([fed.index(r) for r in going], hidden.device)]
+        if len(going) < len(live):
+            hidden = hidden[tensor_of([live.index(r) for r in going], hidden.device)]
         tokens, kept = choose(hidden, going, step)
         for r in set(going).difference(kept):
             lengths[r] = step + 1  # the token just drafted still runs through the early layers, in the next step
         live = going
-    draft = _row_major(steps, len(rows))
-    return draft._replace(trees=trees, chains=lengths) if any(trees) else draft
-
-
-def _add_branches(
-    live: list[int],
-    tokens: Tensor,
-    spans: list[Span],
-    branches_of: Sequence[Sequence[Branch]],
-    step: int,
-    trees: list[Tree | None],
-) -> tuple[list[int], Tensor, list[Span]]:
-    """Add the branches of rows that end with this step to it, and set their trees."""
-    fed: list[int] = []
-    parts: list[Tensor] = []
-    wider = []
-    for i, (row, span, more) in enumerate(zip(live, spans, branches_of, strict=True)):
-        parts.append(tokens[i : i + 1])
-        fed += [row] * (1 + len(more))
-        if more:
-            tree = Tree((-1, *range(step), *(branch.parent for branch in more)))
-            parts.append(tensor_of([branch.token for branch in more], tokens.device))
-            trees[row], span = tree, span._replace(length=1 + len(more), tree=tree)
-        wider.append(span)
-    return fed, torch.cat(parts), wider
+    return _row_major(steps, len(rows))
 
 
 class _Step(NamedTuple):

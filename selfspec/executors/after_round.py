@@ -19,7 +19,7 @@ from selfspec.model.split_model import SplitModel
 
 def _starts(outputs: list[RowRound]) -> list[int]:
     """Where each row's tokens begin in the packed verification."""
-    sizes = [len(output.drafted) + output.num_branch_tokens + 1 for output in outputs]
+    sizes = [len(output.drafted) + 1 for output in outputs]
     return list(accumulate(sizes[:-1], initial=0))
 
 
@@ -31,7 +31,7 @@ def add_divergences(outputs: list[RowRound], drafts: abc.Sequence[abc.Sequence[T
         scores: `[N, vocab]`, what the target picked from.
     """
     for at, output, draft in zip(_starts(outputs), outputs, drafts, strict=True):
-        judged = min(output.num_chain_accepted + 1, output.num_drafted)
+        judged = min(output.num_accepted + 1, output.num_drafted)
         if judged:
             log_p = scores[at : at + judged].log_softmax(-1)
             log_q = torch.stack([*draft[:judged]]).log_softmax(-1)
@@ -57,7 +57,7 @@ def add_shadow_picks(
     for i in shadow.rows:
         if outputs[i].sequence.has_processors:
             continue  # asking a processor about every layer's logits would cost more than it tells
-        count = min(outputs[i].num_chain_accepted + 1, shadow.max_columns)
+        count = min(outputs[i].num_accepted + 1, shadow.max_columns)
         cuts.append((i, len(index), len(index) + count))
         index += range(starts[i], starts[i] + count)
         picked += outputs[i].token_ids[:count]

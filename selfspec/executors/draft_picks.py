@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from selfspec.control.plan import confidence_bin, likely_alternatives
+from selfspec.control.plan import confidence_bin
 from selfspec.core import Plan, Sequence, StageSeconds
-from selfspec.drafting.early_exit import Branch
 from selfspec.executors.masks import mask_of, masked
 from selfspec.executors.penalties import DraftPenalties, Penalties
 from selfspec.executors.picker import Picker
@@ -37,7 +36,6 @@ class DraftPicker:
         self._masks = any(row.grammar is not None for row in rows)
         self._survival = [1.0] * len(rows)
         self.confidences: list[list[float]] = [[] for _ in rows]
-        self._alternatives: list[list[int]] = [[] for _ in rows]  # where they are asked
         self.logits: list[list[Tensor]] = [[] for _ in rows]  # [vocab] per drafted token, where divergences are asked
 
     def __call__(self, hidden: Tensor, members: list[int], step: int) -> tuple[Tensor, list[int]]:
@@ -60,10 +58,6 @@ class DraftPicker:
         if self._penalties is not None:
             self._penalties.add(picks)
         going = members if confidences is None else self._continuing(confidences.tolist(), members)
-        if self._plan.alternatives is not None:
-            others = self._picker.alternatives(logits, params, positions, picks, tokens)
-            for i, token in zip(members, others.tolist(), strict=True):
-                self._alternatives[i].append(token)
         if self._processes or self._masks:
             for i, token in zip(members, picks.tolist(), strict=True):
                 self._drafted[i].append(token)
@@ -97,11 +91,3 @@ class DraftPicker:
                 self._survival[i] *= plan.stop.calibration[confidence_bin(confidence)]
             return members if plan.stop.goes_on([self._survival[i] for i in members]) else []
         return [i for i, confidence in zip(members, confidences, strict=True) if confidence >= plan.min_confidence]
-
-    def branches(self, row: int, length: int) -> list[Branch]:
-        """The alternatives to a row's `length` drafted tokens that are worth drafting, in their order."""
-        rule = self._plan.alternatives
-        assert rule is not None
-        most = min(rule.most, self._rows[row].num_remaining - 1 - length)
-        found = likely_alternatives(rule, self.confidences[row], most)
-        return [Branch(node, self._alternatives[row][node]) for node in found]

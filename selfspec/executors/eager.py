@@ -13,7 +13,7 @@ from torch import Tensor
 
 from selfspec.core import Plan, RoundOutput, RowRound, Sequence, StageSeconds
 from selfspec.drafting.early_exit import DraftRow, PackedDraft, draft_by_exit
-from selfspec.executors.accept import accept_tree, truncate_unsampleable
+from selfspec.executors.accept import num_sampleable
 from selfspec.executors.after_round import add_divergences, add_shadow_picks
 from selfspec.executors.base import Executor, RoundDraft
 from selfspec.executors.draft_picks import DraftPicker
@@ -23,7 +23,7 @@ from selfspec.executors.masks import mask_of, masked
 from selfspec.executors.penalties import Penalties, paths_to
 from selfspec.executors.processors import process_packed
 from selfspec.kernels.pick import filtered, num_accepted
-from selfspec.model.kv_cache import PackedRows, PagedCache, Span, Tree, tensor_of
+from selfspec.model.kv_cache import PackedRows, Span, tensor_of
 from selfspec.model.split_model import Taps
 
 
@@ -41,11 +41,8 @@ class EagerExecutor(Executor):
         states = states_of(self.split, rows)
         drafted, chooser = self._draft(rows, draft, seconds, tapped, penalties, states)
         start = 0 if drafted.is_unread else plan.exit_layer or 0
-        trees = drafted.trees or [None] * len(rows)
-        spans = [
-            Span(row.pages, len(row.token_ids) - 1, n + 1, tree)
-            for row, n, tree in zip(rows, drafted.lengths, trees, strict=True)
-        ]
+        pairs = zip(rows, drafted.lengths, strict=True)
+        spans = [Span(row.pages, len(row.token_ids) - 1, n + 1) for row, n in pairs]
         packed = PackedRows(self.cache, spans, self.split.device)
         seconds.lap("rest" if plan.exit_layer is None else "draft")
         later: Taps | None = dict.fromkeys(layer for layer in tapped if layer > start) if tapped else None
@@ -53,7 +50,7 @@ class EagerExecutor(Executor):
         seconds.lap("verify")
         logits = self.split.logits(hidden)
         seconds.lap("head")
-        positions = [at + 1 for span in spans for at in span.positions()]
+        positions = [at + 1 for span in spans for at in span.positions]
         outputs, scores = self.accept(rows, drafted, logits, positions, penalties)
         seconds.lap("pick")
         draft.add_matches(outputs)
@@ -96,9 +93,8 @@ class EagerExecutor(Executor):
         ]
         states = None if states is None else states.clone()  # which it changes
         chooser = DraftPicker(self.split, self.picker, rows, plan, seconds, penalties, states)
-        branches = chooser.branches if plan.alternatives is not None and self.split.has_trees else None
         exit_layer = plan.exit_layer or 0
-        return draft_by_exit(self.split, self.cache, starts, last, exit_layer, chooser, tapped, branches), chooser
+        return draft_by_exit(self.split, self.cache, starts, last, exit_layer, chooser, tapped), chooser
 
     def accept(
         self,
@@ -126,26 +122,21 @@ class EagerExecutor(Executor):
             known.append(scores.amax(-1).isfinite().long())  # no token can be drawn where all are -inf, or one is NaN
         fed, picks, *can_sample = torch.stack(known).tolist()  # the round's one copy to the host
         outputs, at = [], 0
-        for i, (row, num_nodes) in enumerate(zip(rows, draft.lengths, strict=True)):
-            nodes = slice(at, at + 1 + num_nodes)
-            drafted, own = fed[at + 1 : at + 1 + num_nodes], picks[nodes]
-            tree = None if draft.trees is None else draft.trees[i]
-            path: abc.Sequence[int]
-            path = range(num_accepted(drafted, own) + 1) if tree is None else accept_tree(tree, drafted, own)
+        for row, length in zip(rows, draft.lengths, strict=True):
+            end = at + 1 + length
+            drafted, own = fed[at + 1 : end], picks[at:end]
+            accepted = num_accepted(drafted, own)
             if can_sample and not row.request.params.is_greedy:
-                path = truncate_unsampleable(row, path, can_sample[0][nodes])
-            output = RowRound(row, num_nodes, len(path) - 1, [own[node] for node in path], drafted)
-            if tree is not None and draft.chains is not None:
-                _count_branches(output, tree, path, draft.chains[i])
-                _compact_kv(self.cache, row, path)
-            kept = [at + node for node in path]
+                accepted = num_sampleable(row, accepted, can_sample[0][at:end])
+            output = RowRound(row, length, accepted, own[: accepted + 1], drafted)
+            kept = slice(at, at + accepted + 1)
             if row.request.params.logprobs is not None:
                 output.logprobs = token_logprobs(logits[kept], output.token_ids, row.request.params.logprobs)
             if row.request.keep_logits:
                 output.logits = logits[kept].clone()
                 output.scores = filtered(scores[kept], row.request.params).clone()
             outputs.append(output)
-            at += num_nodes + 1
+            at = end
         return outputs, scores
 
 
@@ -156,7 +147,7 @@ def _processed(
     processes, masks = any(row.has_processors for row in rows), any(row.grammar is not None for row in rows)
     if penalties is None and not processes and not masks:
         return logits
-    paths = paths_to(draft.lengths, draft.trees)
+    paths = paths_to(draft.lengths)
     if penalties is not None:
         longest = max(map(len, paths))
         index = penalties.sent([[*path, *[0] * (longest - len(path))] for path in paths])
@@ -168,25 +159,3 @@ def _processed(
         each = zip(owners, paths, strict=True)
         logits = masked(logits, [mask_of(rows[i], [fed[at] for at in path]) for i, path in each])
     return logits
-
-
-def _count_branches(output: RowRound, tree: Tree, path: abc.Sequence[int], length: int) -> None:
-    """Tell the draft of `length` tokens from its alternatives, and show the branch that the output followed."""
-    right = next((i - 1 for i, node in enumerate(path) if node != i), len(path) - 1)
-    if right < length and right in tree.parents[length + 1 :]:
-        output.alternative = len(path) - 1 > right
-    output.num_drafted = length
-    branch = list(path)
-    for node in range(branch[-1] + 1, len(tree.parents)):
-        if tree.parents[node] == branch[-1]:
-            branch.append(node)
-    output.num_branch_tokens = len(tree.parents) - len(branch)
-    output.drafted = [output.drafted[node - 1] for node in branch[1:]]
-
-
-def _compact_kv(cache: PagedCache, row: Sequence, path: abc.Sequence[int]) -> None:
-    """Move keys and values of accepted nodes that lie elsewhere to their positions."""
-    away = [i for i, node in enumerate(path) if node != i]
-    if away:
-        base = len(row.token_ids) - 1
-        cache.move(row.pages, [base + path[i] for i in away], [base + i for i in away])

@@ -62,5 +62,5 @@ def keep_finals(outputs: Sequence[RowRound], finals: Tensor, counts: Iterable[in
     """
     for output, start in zip(outputs, accumulate(counts, initial=0), strict=False):
         row, place = output.sequence, len(output.token_ids) - 1
-        if place >= 0 and not output.alternative:
+        if place >= 0:
             row.final_state, row.final_at = finals[start + place].clone(), row.num_tokens - 1 + place

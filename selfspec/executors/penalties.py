@@ -9,6 +9,7 @@ where output tokens alone count. The first two are transformers', the last two a
 from __future__ import annotations
 
 from collections import abc
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 
 from selfspec.core import Sequence
-from selfspec.model.kv_cache import Tree
 from selfspec.params import SamplingParams
 
 
@@ -153,18 +153,11 @@ class DraftPenalties:
         self._drafted = torch.cat([self._drafted, picks[:, None]], 1)
 
 
-def paths_to(lengths: abc.Sequence[int], trees: abc.Sequence[Tree | None] | None = None) -> list[list[int]]:
+def paths_to(lengths: abc.Sequence[int]) -> list[list[int]]:
     """Of every packed token, row after row, the packed drafted tokens on the way to it, with its own.
 
     Args:
         lengths: drafted tokens per row; its last token comes before them.
-        trees: per row, how its tokens go on from each other; None: one after the other.
     """
-    paths: list[list[int]] = []
-    for drafted, tree in zip(lengths, trees or [None] * len(lengths), strict=True):
-        first = len(paths)
-        paths.append([])
-        for node in range(1, drafted + 1):
-            parent = node - 1 if tree is None else tree.parents[node]
-            paths.append([*paths[first + parent], first + node])
-    return paths
+    firsts = accumulate((drafted + 1 for drafted in lengths), initial=1)
+    return [[*range(first, first + i)] for first, n in zip(firsts, lengths, strict=False) for i in range(n + 1)]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from selfspec.kernels.compiled_call import Picks, compiled_pick, sampling_bytes
 from selfspec.kernels.gumbel import NoiseAhead
-from selfspec.kernels.pick import Subset, alternatives, best_of, sampling_tensors, scored, to_token_ids
+from selfspec.kernels.pick import Subset, best_of, sampling_tensors, scored, to_token_ids
 from selfspec.kernels.suite import pick_for
 from selfspec.model.kv_cache import tensor_of
 from selfspec.model.split_model import SplitModel
@@ -51,19 +51,6 @@ class Picker:
             return Picks(to_token_ids(scores.argmax(-1), subset))
         picks, confidences = best_of(scores)
         return Picks(to_token_ids(picks, subset), confidences)
-
-    def alternatives(
-        self,
-        logits: Tensor,
-        params: Sequence[SamplingParams],
-        positions: Sequence[int],
-        picks: Tensor,
-        subset: Subset | None = None,
-    ) -> Tensor:
-        """What would be picked at N positions without `picks`, int64 `[N]`."""
-        scores = scored(logits, params, tensor_of(list(positions), logits.device), self._noise, subset)
-        taken = picks if subset is None else torch.searchsorted(subset.tokens, picks)
-        return to_token_ids(alternatives(scores, taken), subset)
 
 
 def packed_params(params: Sequence[SamplingParams]) -> bytes:

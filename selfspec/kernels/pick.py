@@ -139,11 +139,6 @@ def best_of(scores: Tensor) -> tuple[Tensor, Tensor]:
     return picks[:, 0], scores.softmax(-1).gather(1, picks)[:, 0].float()
 
 
-def alternatives(scores: Tensor, picks: Tensor) -> Tensor:
-    """The tokens that would have been picked instead, int64 `[N]`, from the scores `[N, vocab]` that gave `picks`."""
-    return scores.scatter(1, picks[:, None], float("-inf")).argmax(-1)
-
-
 def to_token_ids(picks: Tensor, subset: Subset | None) -> Tensor:
     """The token ids of picks from scores of a subset, int64 `[N]`."""
     return picks if subset is None else subset.tokens[picks]

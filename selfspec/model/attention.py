@@ -1,8 +1,7 @@
 """Attention of packed ragged rows over the paged cache: the `sdpa` backend, for every device.
 
 It is registered with transformers under a name without a mask function, so the model builds no mask. A query attends to
-its row's tokens up to itself, within the layer's sliding window or chunk; in a tree, to the content before the tree and
-the node's ancestors.
+its row's tokens up to itself, within the layer's sliding window or chunk.
 """
 
 from __future__ import annotations
@@ -171,13 +170,8 @@ def _explicit(
 def _mask(group: Group, reach: Reach, dtype: torch.dtype) -> Tensor:
     """Additive mask `[R, 1, n, limit]`: 0 for visible keys, -inf for others."""
     at = group.positions[:, None, :, None]
-    if group.branches is None:
-        keys = torch.arange(group.limit, device=at.device)
-        seen = keys <= at
-    else:
-        keys = group.branches.positions[:, None, None, :]
-        seen = group.branches.seen[:, None]
-    seen = limit_reach(seen, at, keys, reach)
+    keys = torch.arange(group.limit, device=at.device)
+    seen = limit_reach(keys <= at, at, keys, reach)
     return torch.zeros(seen.shape, dtype=dtype, device=at.device).masked_fill_(~seen, float("-inf"))
 
 

@@ -6,8 +6,8 @@
     varlen     torch's variable-length attention, in versions that read pages
     reference  the reference implementation of the kernel in torch: for tests, on any device
 
-Calls that a backend does not support go through `sdpa`: trees; in `flash` and `varlen` chunks, sinks and other page
-sizes; in `triton` prompts in half precision, for which torch has faster kernels.
+Calls that a backend does not support go through `sdpa`: in `flash` and `varlen` chunks, sinks and other page sizes; in
+`triton` prompts in half precision, for which torch has faster kernels.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def layout_of(rows: PackedRows) -> Layout:
 def _layout(rows: PackedRows) -> Layout:
     size, device = rows.cache.page_size, rows.device
     starts, owners, slots = list[int](), list[int](), list[int]()
-    for row, (pages, first, count, _) in enumerate(rows.spans):
+    for row, (pages, first, count) in enumerate(rows.spans):
         starts.append(len(owners))
         owners += [row] * count
         slots += [pages[p // size] * size + p % size for p in range(first, first + count)]
@@ -120,7 +120,7 @@ def _else_sdpa(serve: Callable[[Call], Tensor | None]) -> Attend:
     return attend
 
 
-def _reference(call: Call) -> Tensor | None:
+def _reference(call: Call) -> Tensor:
     return _by_kernel(call, reference.attend)
 
 
@@ -143,13 +143,7 @@ def _is_prompt(call: Call) -> bool:
     )
 
 
-def _has_trees(call: Call) -> bool:
-    return any(span.tree is not None for span in call.rows.spans)
-
-
-def _by_kernel(call: Call, attend: Callable[..., Tensor]) -> Tensor | None:
-    if _has_trees(call):
-        return None
+def _by_kernel(call: Call, attend: Callable[..., Tensor]) -> Tensor:
     rows, queries, keys, values, reach, scale, softcap, sinks = call
     return attend(queries.transpose(0, 1), keys, values, layout_of(rows), scale, *reach, softcap, sinks)
 
@@ -185,7 +179,6 @@ def _flash_serves(call: Call) -> bool:
     return (
         call.rows.cache.page_size % FLASH_PAGE == 0
         and (dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256)
-        and not _has_trees(call)
         and call.reach.chunk is None
         and call.sinks is None
     )

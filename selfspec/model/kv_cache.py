@@ -1,8 +1,7 @@
 """The KV cache: keys and values in pages, written by position.
 
 A row owns pages. Token `p` of its content is stored in page `p // page_size`, slot `p % page_size`. To roll back, the
-caller lowers the row's length; the next round overwrites the rejected slots. The nodes of a tree are stored one after
-another; accepted nodes are then moved to their positions.
+caller lowers the row's length; the next round overwrites the rejected slots.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from selfspec.kernels.large_pages import LargePageAllocator
@@ -30,60 +28,17 @@ def tensor_of(numbers: Sequence[int], device: torch.device) -> Tensor:
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 
-class Tree(NamedTuple):
-    """A draft with branches. Node 0 is the row's last token, which is not drafted."""
-
-    parents: tuple[int, ...]  # the parent of every node, a lower index; that of node 0 is not read
-
-    def depths(self) -> list[int]:
-        """The depth of every node; node 0 has depth 0."""
-        depths = [0]
-        for parent in self.parents[1:]:
-            depths.append(depths[parent] + 1)
-        return depths
-
-    def ancestors(self) -> NDArray[np.bool_]:
-        """Bool `[nodes, nodes]`: whether the second node is an ancestor of the first, or the same."""
-        seen = np.eye(len(self.parents), dtype=np.bool_)
-        for node, parent in enumerate(self.parents[1:], 1):
-            seen[node] |= seen[parent]
-        return seen
-
-
 class Span(NamedTuple):
     """The new tokens of one row in a packed call."""
 
     pages: Sequence[int]  # all pages of the row, in order of position
-    start: int  # position of the first new token in the row's content; with a tree, its slot in the row's pages
+    start: int  # position of the first new token in the row's content
     length: int  # number of new tokens, at least 1
-    tree: Tree | None = None  # the new tokens are the last nodes of this tree; None: they are a chain
 
     @property
-    def root(self) -> int:
-        """The position of the tree's node 0; without a tree, of the first new token."""
-        return self.start if self.tree is None else self.start + self.length - len(self.tree.parents)
-
-    def nodes(self) -> list[Span]:
-        """The span split into its tokens, each as the last node of a tree."""
-        assert self.tree is not None
-        parents, root = self.tree.parents, self.root
-        tokens = range(self.start, self.start + self.length)
-        return [Span(self.pages, at, 1, Tree(parents[: at - root + 1])) for at in tokens]
-
-    def branch(self) -> list[int]:
-        """The slots of the ancestors of the tree's last node, and its own slot, from the root on."""
-        assert self.tree is not None
-        node, out = len(self.tree.parents) - 1, []
-        while node >= 0:
-            out.append(self.root + node)
-            node = self.tree.parents[node] if node else -1
-        return out[::-1]
-
-    def positions(self) -> Sequence[int]:
-        """The position of each new token in the row's content, if its branch is accepted."""
-        if self.tree is None:
-            return range(self.start, self.start + self.length)
-        return [self.root + depth for depth in self.tree.depths()[-self.length :]]
+    def positions(self) -> range:
+        """The position of each new token in the row's content."""
+        return range(self.start, self.start + self.length)
 
 
 class PagedCache:
@@ -242,17 +197,6 @@ class PagedCache:
                 mine[to] = theirs[list(pages)]
         return to
 
-    def move(self, pages: Sequence[int], slots: Sequence[int], to: Sequence[int]) -> None:
-        """Copy a row's keys and values from `slots` to the slots `to`, in every layer; the two may overlap."""
-        size = self.page_size
-        source, target = ([pages[p // size] * size + p % size for p in places] for places in (slots, to))
-        for whole_pool in self._store._pools:
-            pool = whole_pool.flatten(2, 3)
-            pool[:, :, target] = pool[:, :, source]
-        for other in self._store._others:
-            storage = other.flatten(0, 1)
-            storage[tensor_of(target, storage.device)] = storage[tensor_of(source, storage.device)]
-
     def read(self, layer_idx: int, pages: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
         """Keys and values `[length, kv_heads, head_dim]` of one row, for audits and tests."""
         keys, values, *scales = (each[list(pages)].flatten(0, 1)[:length] for each in self._layers[layer_idx])
@@ -306,25 +250,23 @@ class PackedRows:
         self._positions = positions
 
     def _make_positions(self) -> Tensor:
-        if len(self.spans) == 1 and self.spans[0].tree is None:
+        if len(self.spans) == 1:
             start = self.spans[0].start
             return torch.arange(start, start + self.num_tokens, device=self.device)
         if len(self.spans) == self.num_tokens:
-            flat = [span.start if span.tree is None else span.positions()[0] for span in self.spans]
-        else:
-            flat = [p for span in self.spans for p in span.positions()]
-        return tensor_of(flat, self.device)
+            return tensor_of([span.start for span in self.spans], self.device)
+        return tensor_of([p for span in self.spans for p in span.positions], self.device)
 
     @cached_property
     def _slots(self) -> slice | Tensor:
         size = self.cache.page_size
         if len(self.spans) == 1:
-            pages, at, n, _ = self.spans[0]
+            pages, at, n = self.spans[0]
             runs = _runs(pages[at // size : (at + n - 1) // size + 1])
             if len(runs) == 1 and runs[0].start == pages[at // size]:
                 first = runs[0].start * size + at % size
                 return slice(first, first + n)
-        slots = [pages[p // size] * size + p % size for pages, at, n, _ in self.spans for p in range(at, at + n)]
+        slots = [pages[p // size] * size + p % size for pages, at, n in self.spans for p in range(at, at + n)]
         return tensor_of(slots, self.device)
 
     @property

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,15 +26,7 @@ class Group:
     gather: slice | Tensor | None  # [R * n] index of each query in the packed call; None: they are all tokens in order
     scatter: tuple[slice | Tensor, slice | Tensor] | None  # (index in the packed call, index in R * n) of real queries
     single: bool  # one query: no mask is needed without a window or chunk
-    branches: Branches | None = None  # set where some rows are trees
-    is_long: bool = False  # one row that is no tree, of more than `SHORT` new tokens
-
-
-class Branches(NamedTuple):
-    """The visible keys of a group with trees."""
-
-    seen: Tensor  # bool [R, n, limit]
-    positions: Tensor  # positions of the keys, int64 [R, limit]
+    is_long: bool = False  # one row of more than `SHORT` new tokens
 
 
 def plan_groups(rows: PackedRows) -> list[Group]:
@@ -57,11 +47,10 @@ def _lone_group(rows: PackedRows, span: Span, first: int) -> Group:
     """The group of one row, whose new tokens begin at `first` in the packed call."""
     limit, where = span.start + span.length, slice(first, first + span.length)
     pages = _page_index(rows.cache, [span.pages], limit, rows.device)
-    branches = None if span.tree is None else _branches([span], span.length, limit, rows.device)
-    is_all, is_chain = span.length == rows.num_tokens, branches is None
+    is_all = span.length == rows.num_tokens
     return Group(
         rows.positions[:, where], limit, pages, None if is_all else where, None if is_all else (where, slice(None)),
-        span.length == 1 and is_chain, branches, span.length > SHORT and is_chain,
+        span.length == 1, span.length > SHORT,
     )  # fmt: skip
 
 
@@ -87,38 +76,15 @@ def _padded_group(rows: PackedRows, members: Sequence[int], starts: Sequence[int
             positions.append([0] * width)
             continue
         span = rows.spans[i]
-        offsets, places = [min(j, span.length - 1) for j in range(width)], span.positions()
+        offsets = [min(j, span.length - 1) for j in range(width)]
         take += [starts[i] + j for j in offsets]
-        positions.append([places[j] for j in offsets])
+        positions.append([span.start + j for j in offsets])
         real += range(starts[i], starts[i] + span.length)
         padded += range(line * width, line * width + span.length)
     as_is = take == list(range(rows.num_tokens))
     index = None if as_is else torch.tensor(take, device=rows.device)
     scatter = None if as_is else (torch.tensor(real, device=rows.device), torch.tensor(padded, device=rows.device))
-    branches = None
-    if any(rows.spans[i].tree is not None for i in members):
-        of_order = [None if i is None else rows.spans[i] for i in order]
-        branches = _branches(of_order, width, limit, rows.device)
-    return Group(torch.tensor(positions, device=rows.device), limit, pages, index, scatter, False, branches)
-
-
-def _branches(spans: Sequence[Span | None], width: int, limit: int, device: torch.device) -> Branches:
-    """The visible keys of rows some of which are trees; None is an idle page. Padding repeats a row's last query."""
-    keys = np.tile(np.arange(limit), (len(spans), 1))
-    seen = np.zeros((len(spans), width, limit), np.bool_)
-    seen[:, :, 0] = True  # queries of an idle page need one visible key
-    for line, span in enumerate(spans):
-        if span is None:
-            continue
-        last = np.minimum(np.arange(width), span.length - 1)
-        if span.tree is None:
-            seen[line] = keys[line] <= (span.start + last)[:, None]
-            continue
-        root, end = span.root, span.start + span.length
-        keys[line, root:end] = root + np.array(span.tree.depths())
-        seen[line, :, :root] = True
-        seen[line, :, root:end] = span.tree.ancestors()[-span.length :][last]
-    return Branches(torch.from_numpy(seen).to(device), torch.from_numpy(keys).to(device))
+    return Group(torch.tensor(positions, device=rows.device), limit, pages, index, scatter, False)
 
 
 def _page_index(cache: PagedCache, tables: Sequence[Sequence[int]], limit: int, device: torch.device) -> slice | Tensor:

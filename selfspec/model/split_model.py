@@ -190,12 +190,6 @@ class SplitModel:
         so that their keys and values may differ in bits."""
         return num_tokens // self.wide * self.wide if self.wide else 0
 
-    @property
-    def has_trees(self) -> bool:
-        """Whether drafts may be trees: not in compiled layers, nor in exact mode, where sums would follow the order of
-        their keys in memory."""
-        return not self.wide and self.compiled is None
-
     def agreed(self, value: Value) -> Value:
         """Rank 0's value on every rank of a tensor-parallel model; else `value`."""
         return value if self.ranks is None else self.ranks.agreed(value)

@@ -119,7 +119,7 @@ class Metrics:
                 if row.drafted:
                     self._lengths.observe(len(row.drafted))
                     sums[self._drafts] += 1
-                    sums[self._drafted] += len(row.drafted) + row.num_branch_tokens
+                    sums[self._drafted] += len(row.drafted)
                     sums[self._accepted] += row.num_accepted
                     for position in range(row.num_accepted):
                         sums[self._positions(position)] += 1

@@ -9,7 +9,7 @@ import pytest
 
 import selfspec
 from selfspec import LLM, SamplingParams, SpeculativeConfig
-from selfspec.control.plan import NUM_BINS, Alternatives, Policy, always
+from selfspec.control.plan import Policy, always
 from selfspec.core import Plan
 from tests.models import build
 
@@ -60,11 +60,6 @@ def test_a_policy_sees_every_sequence_and_what_became_of_its_plan():
     assert lengths == limits and [len(one.token_ids) for one in done] == [9, 9]
 
 
-def alternatives(num_rates, rate, most, lengths=(2, 2)):
-    """A plan of one layer that drafts alternatives, each of them probable enough."""
-    return Plan(2, lengths, alternatives=Alternatives((rate,) * num_rates, (rate,) * num_rates, -1.0, most))
-
-
 @pytest.mark.parametrize(
     ("plan", "sentence"),
     [
@@ -76,9 +71,6 @@ def alternatives(num_rates, rate, most, lengths=(2, 2)):
         (Plan(2, (1, 1), deadline=-1.0), r"a plan's deadline must be seconds, at least 0, or None, got -1\.0"),
         (Plan(2.5, (1, 1)), r"a plan's exit_layer must be a whole number, got 2\.5"),
         (None, r"a policy must make plans of class selfspec\.Plan, got None"),
-        (alternatives(1, 0.5, 4), r"a plan's alternatives must have rates of .*, 12 each, got"),
-        (alternatives(NUM_BINS, float("nan"), 4), r"a plan's alternatives must have rates of"),
-        (alternatives(NUM_BINS, 0.5, 1.5), r"a plan's alternatives' most must be a whole number, got 1\.5"),
         (Plan(None, (), lookups=always((3,))), r"a plan's lookups must have lengths and gains of every row, 2, by 30"),
     ],
 )
@@ -98,8 +90,6 @@ def test_a_plan_that_cannot_be_carried_out_is_refused_in_a_sentence(plan, senten
         Plan(0, [3], num_rounds=4),
         Plan(0, (1 << 70,), num_rounds=1 << 70, deadline=float("inf")),
         Plan(True, (True,)),
-        alternatives(NUM_BINS, 0.5, np.int64(2), (3,)),
-        alternatives(NUM_BINS, 0.5, 1 << 40, (3,)),
     ],
 )
 @pytest.mark.parametrize("backend", ["views", "compiled"])

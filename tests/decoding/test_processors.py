@@ -92,12 +92,12 @@ def test_sampling_with_processors_equals_plain_decoding():
     check_equals_plain(tiny("llama"), make_prompts(RAGGED), Schedule(0, 4), made)
 
 
-def test_processors_see_the_branch_they_are_on():
+def test_processors_see_the_draft_they_are_on():
     target, [prompt] = tiny("phi"), make_prompts([7])
     made = PROCESSORS["several"](7)
     found = [decode(target, [prompt], Adversary(seed, 4, eager=1.0), params(made, 24))[0] for seed in range(3)]
     assert tokens_of(found) == [generate(target.model, prompt, 24, made)] * 3
-    assert sum(one.stats.num_branch_tokens for one in found) > 0
+    assert sum(one.stats.num_draft_tokens for one in found) > 0
 
 
 def test_a_processor_is_shown_each_positions_own_prefix():

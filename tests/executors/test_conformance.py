@@ -59,7 +59,7 @@ class Checked(Run):
         capacities = {row.seq_id: row.num_remaining for row in self.engine.running}
         rounds = super().step()
         for row in (row for round_ in rounds for row in round_.rows if row.seq_id in capacities):
-            assert not row.drafted or len(row.drafted) + row.num_branch_tokens < capacities[row.seq_id]
+            assert not row.drafted or len(row.drafted) < capacities[row.seq_id]
             capacities[row.seq_id] -= len(row.token_ids)
         return rounds
 
@@ -156,7 +156,6 @@ def test_random_plans_draft_in_every_way_and_each_executor_runs_its_own(
     assert any(row.match_length and row.num_accepted for row in rows)
     assert any(row.confidences for row in rows) and any(row.shadow for row in rows)
     assert any(row.divergences for row in rows) and any(row.is_outside_vocab for row in rows)
-    assert kind != "eager" or {True, False} <= {row.alternative for row in rows}
     own = "cuda" if kind in RECORDED else kind
     assert {name: count > 3 for name, count in calls.items()} == {name: own == name for name in calls}
 

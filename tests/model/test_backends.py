@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import random
 import sys
 from functools import wraps
 from importlib.machinery import ModuleSpec
@@ -22,7 +21,7 @@ from selfspec.kernels.suite import has_triton
 from selfspec.model import attention_choice as fastest
 from selfspec.model.attention import Reach, attend_rows
 from selfspec.model.attention_backends import FLASH_PAGE, Backend, importable, named
-from selfspec.model.kv_cache import PackedRows, PagedCache, Span, Tree
+from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.split_model import SplitModel
 from tests.helpers import make_prompts, tokens_of
 from tests.models import build
@@ -34,21 +33,14 @@ OF_TORCH = varlen.varlen_attn
 a_row = st.tuples(st.integers(0, 40), st.one_of(st.integers(1, 6), st.just(35)))
 
 
-def packed_call(rows, page_size, heads, kv_heads, dim, dtype, seed, trees=False, spare=1):
-    """Rows whose pages lie in a mixed order, with random content in them; short ones may be (the ends of) trees."""
-    dice = random.Random(seed)
-
-    def tree(old, new):
-        before = dice.randint(0, min(old, 3))
-        parents = (-1, *(dice.randrange(node) for node in range(1, before + new)))
-        return Tree(parents) if trees and new < 10 and dice.random() < 0.7 else None
-
+def packed_call(rows, page_size, heads, kv_heads, dim, dtype, seed, spare=1):
+    """Rows whose pages lie in a mixed order, with random content in them."""
     generator = torch.Generator().manual_seed(seed)
     need = [-(-(old + new) // page_size) for old, new in rows]
     order = torch.randperm(sum(need) + spare, generator=generator).tolist()
     cache = PagedCache(len(order), page_size)
     tables = [[order.pop() for _ in range(count)] for count in need]
-    spans = [Span(table, old, new, tree(old, new)) for table, (old, new) in zip(tables, rows, strict=True)]
+    spans = [Span(table, old, new) for table, (old, new) in zip(tables, rows, strict=True)]
     packed = PackedRows(cache, spans)
     keys, values = torch.randn(2, cache.num_pages, page_size, kv_heads, dim, generator=generator).to(dtype)
     queries = torch.randn(heads, packed.num_tokens, dim, generator=generator).to(dtype)
@@ -71,21 +63,11 @@ def check(backend, call, reach, softcap=None, sinks=None):
     reach=st.sampled_from([Reach(None, None), Reach(7, None), Reach(None, 16)]),
     softcap=st.sampled_from([None, 4.0]),
     with_sinks=st.booleans(),
-    trees=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_every_backend_is_the_one_used_everywhere(
-    backend, rows, page_size, heads, reach, softcap, with_sinks, trees, seed
-):
+def test_every_backend_is_the_one_used_everywhere(backend, rows, page_size, heads, reach, softcap, with_sinks, seed):
     sinks = torch.linspace(-1, 2, heads[0]) if with_sinks else None
-    check(backend, packed_call(rows, page_size, *heads, 8, torch.float32, seed, trees), reach, softcap, sinks)
-
-
-@pytest.mark.parametrize("backend", HERE.values(), ids=HERE)
-def test_a_tree_of_more_nodes_than_a_mask_has_bits_is_attended_all_the_same(backend):
-    packed, *tensors = packed_call([(3, 80), (9, 2)], 16, 4, 2, 8, torch.float32, 0)
-    spans = (packed.spans[0]._replace(tree=Tree((-1, *(node // 2 for node in range(79))))), packed.spans[1])
-    check(backend, (PackedRows(packed.cache, spans), *tensors), Reach(None, None))
+    check(backend, packed_call(rows, page_size, *heads, 8, torch.float32, seed), reach, softcap, sinks)
 
 
 @pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
@@ -193,8 +175,6 @@ def packages(monkeypatch):
         ("varlen", {"dtype": torch.float32}, False),
         ("flash", {"reach": Reach(None, 64)}, False),
         ("flash", {"sinks": torch.ones(4)}, False),
-        ("flash", {"trees": True}, False),
-        ("varlen", {"trees": True}, False),
         ("varlen", {}, True),
         ("varlen", {"reach": Reach(9, None)}, True),
         ("varlen", {"softcap": 4.0}, False),
@@ -204,8 +184,7 @@ def packages(monkeypatch):
 )
 def test_packages_are_told_what_they_document_or_not_asked(packages, backend, options, served):
     rows, page_size, dtype = [(270, 3), (0, 1), (20, 34)], options.get("page", FLASH_PAGE), options.get("dtype")
-    call = packed_call(rows, page_size, 4, 2, 16, dtype or torch.bfloat16, 1, options.get("trees", False))
-    assert any(span.tree for span in call[0].spans) == options.get("trees", False)
+    call = packed_call(rows, page_size, 4, 2, 16, dtype or torch.bfloat16, 1)
     reach = options.get("reach", Reach(None, None))
     found, called = packages
     check(found[backend], call, reach, options.get("softcap"), options.get("sinks"))

@@ -134,7 +134,7 @@ def test_numbers_of_any_size_are_kept_as_they_are_rounded():
     assert (blocks[:, 0] == 0).all() and blocks[:, 1].isfinite().all() and blocks[:, 2:].isnan().all()
 
 
-def test_pages_are_copied_moved_and_released_with_their_scales():
+def test_pages_are_copied_and_released_with_their_scales():
     body = bodies(48)[0]
     tokens = some_tokens(30)
     first = PagedCache(5, 8, 4)
@@ -147,11 +147,9 @@ def test_pages_are_copied_moved_and_released_with_their_scales():
     for layer, pair in enumerate(kept):
         assert all(torch.equal(a, b) for a, b in zip(pair, second.read(layer, moved, 30), strict=True))
     second.copy(moved[1], 0)
-    second.move(moved, [20, 21], [3, 4])
     for layer, pair in enumerate(kept):
-        for a, page, changed in zip(pair, second.read(layer, [0], 8), second.read(layer, moved, 30), strict=True):
+        for a, page in zip(pair, second.read(layer, [0], 8), strict=True):
             assert torch.equal(page, a[8:16])
-            assert torch.equal(changed[3:5], a[20:22]) and torch.equal(changed[5:], a[5:])
     second.release(moved)
     scales = [one[moved] for layer in second.storages for one in layer if one.is_floating_point()]
     assert scales and not any(one.any() for one in scales), "the next row's masked slots are zero, whatever was there"

@@ -330,7 +330,6 @@ class CompiledBody:
         """The structure of a packed call, and the longest row's length in tokens. It is cached in `rows.plans`."""
         known = rows.plans.get("compiled")
         if known is None:
-            assert all(span.tree is None for span in rows.spans), "compiled layers have no trees"
             longest, (cos, sin) = self.reach(rows)
             spans = rows.spans
             width = max(len(span.pages) for span in spans)
