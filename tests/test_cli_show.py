@@ -155,7 +155,7 @@ def test_the_table_has_rounds_by_exit_layer():
 
 def test_the_table_fits_on_a_screen_however_many_layers_and_positions_there_are():
     stats = SpecStats()
-    stats.add_round(128, 128, 129, 3)
+    stats.add_round(128, 128, 129)
     plans = {"lookup": 5, **{str(layer): layer for layer in range(1, 80)}, "plain": 9}
     lines = table_of(stats, dict.fromkeys(STAGES, 0.1), plans)
     assert len(lines) + 2 <= 40, "with a blank line before and a closing one after"
