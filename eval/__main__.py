@@ -7,7 +7,6 @@ tune     what exit heads gain that `selfspec tune` makes for several kinds of pr
 guard    where the default policy is slower than plain decoding
 serve    policies under load: requests that arrive at a server
 sizes    files of 1 to 8 billion random weights: load time, memory and speed beside llama.cpp
-structured  JSON by a schema and function calls: constrained and free, plain and drafted
 gpu      kernels, launches and tokens per second of a GPU
 
 Tables go to standard output, progress to standard error. Exit codes: 0; 1 (a run failed);
@@ -31,7 +30,6 @@ COMMANDS = {  # the module of each command; its `main` takes the other arguments
     "guard": "eval.guard",
     "serve": "eval.serve",
     "sizes": "eval.sizes",
-    "structured": "eval.structured",
     "gpu": "eval.gpu",
 }
 

@@ -74,8 +74,7 @@ class RunConfig(Common):
     )
     questions: str = option(
         "prompts.jsonl",
-        "Question file (JSON lines); a parquet, CSV or JSON file or folder, or hf:OWNER/NAME[:CONFIG:SPLIT]; or the "
-        f"name of a set: {', '.join(NAMED_SETS)}.",
+        f"Question file (JSON lines), or the name of a set: {', '.join(NAMED_SETS)}.",
         is_file=is_file,
     )
     questions_path: str = option("", "File of a named set; named sets are not part of the repository.", is_file=is_file)

@@ -6,7 +6,6 @@ import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from math import isfinite
 from textwrap import fill, shorten
 from typing import Any, NamedTuple
@@ -48,12 +47,6 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
     rule = ["-" * w if left else "-" * (w - 1) + ":" for w, left in zip(widths, is_left, strict=True)]
     return "\n".join([line(cells[0]), f"| {' | '.join(rule)} |", *map(line, cells[1:])])
-
-
-def check_plots() -> None:
-    """ValueError where matplotlib is missing; call it before the measurement that is to be plotted."""
-    if find_spec("matplotlib") is None:
-        raise ValueError("plots need matplotlib; install it, or leave out --output")
 
 
 @contextmanager

@@ -2,11 +2,7 @@
 
 Its prompts have the same tokens as those of the harness's own model `hf`. The engine decodes all requests of a task in
 one running batch; log-likelihoods come from the split model that verifies drafts. The harness knows the model once
-this module is imported. The command line of lm_eval with it is
-
-    python -m eval quality --model selfspec --model_args pretrained=MODEL,policy=adaptive --tasks gsm8k
-
-In Python:
+this module is imported:
 
     from eval.harness import SelfSpecLM
     lm_eval.simple_evaluate(model=SelfSpecLM("smollm2"), tasks=["gsm8k"])

@@ -7,7 +7,6 @@ differ), 2 (invalid input).
     python -m eval quality --tasks gsm8k --model smollm2 --limit 50
     python -m eval quality --tasks own --include-path my_tasks --policies plain adaptive fixed:4,4
     HF_ALLOW_CODE_EVAL=1 python -m eval quality --tasks humaneval --run-code --model ./my-model
-    python -m eval quality --model selfspec --model_args pretrained=MODEL --tasks gsm8k    # lm_eval's own options
 
 humaneval runs the model's code with the metric code_eval of the package `evaluate`, which needs HF_ALLOW_CODE_EVAL=1.
 It limits time but is no sandbox; use a container for models that you do not trust.
@@ -34,8 +33,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if find_spec("lm_eval") is None:
         raise ValueError(NO_HARNESS)
-    if ("selfspec" in given and given[given.index("selfspec") - 1] == "--model") or "--model=selfspec" in given:
-        return _harness_command(given)
     options = _parse(given)
     for name in options.policies:
         if not parse_method(name).is_ours:
@@ -139,20 +136,3 @@ def render(record: Mapping[str, Any]) -> str:
     first = record["policies"][0]["policy"]
     about = f"{record['model']}, {record['num_requests']} requests"
     return f"{about}\n\n{table(['policy', *heads, f'answers different from {first}'], rows)}"
-
-
-def _harness_command(arguments: Sequence[str]) -> int:
-    """Run lm_eval's own command line with the model `selfspec` registered."""
-    import lm_eval.__main__ as harness
-    import torch
-
-    import eval.harness  # noqa: F401  (registers the model)
-
-    has_device = any(each.split("=")[0] == "--device" for each in arguments)
-    device = [] if has_device else ["--device", "cuda" if torch.cuda.is_available() else "cpu"]
-    own, sys.argv = sys.argv, ["lm_eval", *arguments, *device]
-    try:
-        harness.cli_evaluate()
-    finally:
-        sys.argv = own
-    return 0

@@ -1,4 +1,4 @@
-"""Read questions from files and data sets with any column names, and make prompts from their turns.
+"""Read questions from files with any column names, and make prompts from their turns.
 
 A question file has one JSON object per line, in the format of Spec-Bench and MT-Bench.
 """
@@ -10,7 +10,6 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +19,6 @@ NAMED_SETS: dict[str, dict[str, str]] = {  # by name: our column names -> those 
     "humaneval": {"question_id": "task_id", "turns": "prompt"},
     "gsm8k": {"turns": "question"},
 }
-HUB = "hf:"  # prefix of a data set of the Hugging Face hub: hf:OWNER/NAME, or hf:OWNER/NAME:CONFIG:SPLIT
-FORMATS = {".parquet": "parquet", ".csv": "csv", ".json": "json"}
 
 
 class Question(NamedTuple):
@@ -33,8 +30,8 @@ class Question(NamedTuple):
 
 
 def is_file(questions: str) -> bool:
-    """Whether this is the name of a file, not of a set or of a data set of the hub."""
-    return bool(questions) and questions not in NAMED_SETS and not questions.startswith(HUB)
+    """Whether this is the name of a file, not of a set."""
+    return bool(questions) and questions not in NAMED_SETS
 
 
 def read_questions(
@@ -48,31 +45,27 @@ def read_questions(
     """Read the first `limit` questions (0: all).
 
     Args:
-        questions: a file of JSON lines; a parquet, CSV or JSON file, or a folder of them; a data set of the hub
-            (`hf:OWNER/NAME`, or `hf:OWNER/NAME:CONFIG:SPLIT`); or the name of a set.
+        questions: a file of JSON lines, or the name of a set.
         path: the named set's file.
         columns: the file's names of a question's id, category and turns (a list of texts, or one text). Missing ids
-            are line or row numbers, a missing category is the file's name.
+            are line numbers, a missing category is the file's name.
         per_category: keep only so many of each category, the first ones; 0: all.
 
     Raises:
-        ValueError: the source cannot be read or has no question, a line or row is invalid, or two have the same id.
+        ValueError: the file cannot be read or has no question, a line is invalid, or two have the same id.
     """
     source = str(questions)
     if source in NAMED_SETS and not path:
         raise ValueError(f"the set {source!r} is not part of the repository; name its file with questions_path")
     file = path if source in NAMED_SETS else source
     names = {column: column for column in COLUMNS} | NAMED_SETS.get(source, {}) | dict(columns or {})
-    is_data_set = _is_data_set(file)
-    rows, word = (_rows(file, limit), "row") if is_data_set else (_lines(file), "line")
-    stem = Path(file.removeprefix(HUB).partition(":")[0] if is_data_set else file).stem
     found: dict[int | str, int] = {}
     made = []
-    for number, content in rows:
-        question = _question(f"{file}, {word} {number}", number, content, names, stem)
+    for number, content in _lines(file):
+        question = _question(f"{file}, line {number}", number, content, names, Path(file).stem)
         if question.question_id in found:
-            earlier = f"{word} {found[question.question_id]}"
-            raise ValueError(f"{file}, {word} {number}: id {question.question_id!r} is that of {earlier} already")
+            earlier = f"line {found[question.question_id]}"
+            raise ValueError(f"{file}, line {number}: id {question.question_id!r} is that of {earlier} already")
         found[question.question_id] = number
         made.append(question)
     if not made:
@@ -98,54 +91,6 @@ def _lines(file: str) -> Iterator[tuple[int, Any]]:
             yield number, json.loads(line)
         except ValueError as problem:
             raise ValueError(f"{file}, line {number}: not JSON ({problem})") from problem
-
-
-def _is_data_set(file: str) -> bool:
-    """Whether the `datasets` package reads this source. Files of JSON lines with any name are read here."""
-    path = Path(file)
-    if file.startswith(HUB) or path.is_dir():
-        return True
-    if path.suffix == ".json" and path.is_file():
-        with path.open("rb") as opened:
-            return opened.read(64).lstrip()[:1] == b"["
-    return path.suffix in FORMATS and path.suffix != ".json"
-
-
-def _rows(source: str, limit: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Row numbers and rows of a data set, without empty cells."""
-    try:
-        import datasets  # slow to import
-    except ImportError as problem:
-        raise ValueError(f"reading {source!r} needs the package datasets: pip install datasets") from problem
-    try:
-        rows = list(islice(_opened(datasets, source, limit), limit or None))
-    except Exception as problem:  # `datasets` has no common class of errors
-        raise ValueError(f"cannot read the questions {source!r}: {str(problem) or type(problem).__name__}") from problem
-    for number, row in enumerate(rows, 1):
-        yield number, {name: value for name, value in row.items() if value is not None}
-
-
-def _opened(datasets: Any, source: str, limit: int) -> Any:
-    if not source.startswith(HUB):
-        path = Path(source).resolve()  # load_dataset may read a relative name as a hub id
-        if path.is_file():
-            return datasets.load_dataset(FORMATS[path.suffix], data_files=str(path), split="train", streaming=True)
-        return _split(datasets.load_dataset(str(path), streaming=True), "name one of its files")
-    parts = source.removeprefix(HUB).split(":")
-    if len(parts) not in (1, 3) or not parts[0]:
-        raise ValueError("a data set of the hub is written hf:OWNER/NAME or hf:OWNER/NAME:CONFIG:SPLIT")
-    name, config, split = parts if len(parts) == 3 else (parts[0], "", "")
-    is_part = limit > 0 and not datasets.config.HF_HUB_OFFLINE  # a cached data set can only be loaded completely
-    found = datasets.load_dataset(name, config or None, split=split or None, streaming=is_part)
-    return found if split else _split(found, "name one as hf:OWNER/NAME:CONFIG:SPLIT")
-
-
-def _split(found: Mapping[str, Any], hint: str) -> Any:
-    """The only split of a data set, or the one called test."""
-    name = "test" if "test" in found else next(iter(found))
-    if len(found) > 1 and name != "test":
-        raise ValueError(f"it has the splits {', '.join(found)}; {hint}")
-    return found[name]
 
 
 def _question(where: str, number: int, content: Any, names: Mapping[str, str], stem: str) -> Question:

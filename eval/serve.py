@@ -17,13 +17,12 @@ from typing import Any
 
 from eval import measurement
 from eval.config import Common, config_of, parser_of
-from eval.figures import check_plots
 from eval.questions import is_file
 from eval.records import write_file
 from eval.replay import parse_policy
 from eval.serve_client import Live
 from eval.serve_load import arrival_times, as_rows, figures_of, parse_goals
-from eval.serve_report import plot, render, summarise
+from eval.serve_report import render, summarise
 from eval.session import Resumable
 from train.configuration import check, check_least, flags_given, option
 
@@ -137,7 +136,7 @@ class Session(Resumable[ServeConfig]):
         return cell
 
     def finish(self) -> str:
-        """Write record, tables and figure of the loads so far; returns the tables."""
+        """Write record and tables of the loads so far; returns the tables."""
         config = self.config
         cells = [cell for cell in self.lines if cell["policy"] in config.policies]
         cells.sort(key=lambda cell: config.policies.index(cell["policy"]))
@@ -152,8 +151,6 @@ class Session(Resumable[ServeConfig]):
         text = render(record)
         write_file(self.folder / "serve.json", json.dumps(measurement.rounded(record)) + "\n")
         write_file(self.folder / "serve.md", text)
-        if summary["loads"]:
-            plot(summary, self.folder / "serve.svg")
         return text
 
 
@@ -165,5 +162,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = parser_of("serve", ServeConfig, __doc__).parse_args(arguments)
     config = config_of(ServeConfig, options.config, flags_given(options))
-    check_plots()
     return Session(config).complete()

@@ -1,14 +1,13 @@
-"""The record of `python -m eval serve` as tables and a figure."""
+"""The record of `python -m eval serve` as tables."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from eval.figures import MARKERS, colours, drawing, table
+from eval.figures import table
 from eval.serve_load import goodput, limits_of, parse_goals
 
 Cell = dict[str, Any]
@@ -104,24 +103,3 @@ def _name(figure: str) -> str:
 
 def _shown(value: float | None, digits: int = 4) -> str:
     return "" if value is None or not math.isfinite(value) else f"{value:.{digits}g}"
-
-
-def plot(summary: Mapping[str, Any], path: Path) -> None:
-    """Draw goodput and median TPOT over the rate, a line per policy, a row of panels per kind of arrivals."""
-    rows, kinds = summary["loads"], list(dict.fromkeys(row["burstiness"] for row in summary["loads"]))
-    shown = (("request_goodput", "goodput in requests/s"), ("p50_tpot_ms", "median TPOT in ms"))
-    policies = [policy["policy"] for policy in summary["policies"]]
-    with drawing((8.4, 0.6 + 2.9 * len(kinds)), path) as canvas:
-        panels = canvas.subplots(len(kinds), len(shown), squeeze=False)
-        for line, burstiness in zip(panels, kinds, strict=True):
-            for axes, (figure, label) in zip(line, shown, strict=True):
-                for mark, (policy, colour) in zip(MARKERS, colours(policies).items(), strict=False):
-                    own = [r for r in rows if (r["policy"], r["burstiness"]) == (policy, burstiness)]
-                    values = [float("nan") if r[figure] is None else r[figure] for r in own]
-                    axes.plot([r["rate"] for r in own], values, mark + "-", color=colour, markersize=4, label=policy)
-                axes.set_xlabel("requests per second")
-                axes.set_ylabel(label)
-                axes.set_ylim(bottom=0)
-                axes.set_title("Poisson" if burstiness == 1 else f"bursty, shape {burstiness:g}", loc="left")
-        handles = panels[0][0].get_legend_handles_labels()
-        canvas.legend(*handles, loc="outside upper left", ncols=len(policies), frameon=False)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import gc
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -14,7 +11,6 @@ import pytest
 from eval.config import FOLDER, RunConfig, config_of
 from eval.questions import fingerprint, prompt_text
 from eval.questions import read_questions as read
-from tests.slow import slow
 
 
 def write(path, *rows):
@@ -71,98 +67,6 @@ def test_a_file_without_questions_and_no_file(tmp_path):
         read(str(tmp_path / "bytes.jsonl"))
     with pytest.raises(ValueError, match="questions_path"):
         read("gsm8k")
-
-
-ROWS = [
-    {"n": 5, "text": "one", "kind": "a", "extra": 0.5},
-    {"n": 6, "text": "two, with a comma", "kind": "b", "extra": 1.5},
-    {"n": 7, "text": "three", "kind": None, "extra": 2.5},
-]
-COLUMNS = {"question_id": "n", "turns": "text", "category": "kind"}
-
-
-def table(path, rows=ROWS):
-    """Write the rows to a file; its suffix gives the format."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        pytest.importorskip("datasets").Dataset.from_list(rows).to_parquet(path)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows))
-    else:
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-    return str(path)
-
-
-@pytest.fixture
-def offline(monkeypatch, tmp_path):
-    """No access to the hub or the user's cache."""
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    return datasets
-
-
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # a CSV file that is not read to its end
-@pytest.mark.parametrize(("suffix", "is_folder"), [(".csv", False), (".json", True), slow(".parquet", True)])
-def test_a_data_set_is_read_as_a_file_is(suffix, is_folder, offline, tmp_path):
-    path = table(tmp_path / "own" / f"test{suffix}")
-    source, stem = (str(tmp_path / "own"), "own") if is_folder else (path, "test")
-    expected = [(5, "a", ("one",)), (6, "b", ("two, with a comma",)), (7, stem, ("three",))]
-    assert read(source, columns=COLUMNS) == expected
-    assert read(source, columns=COLUMNS, limit=2) == expected[:2]
-    assert [q.question_id for q in read(source, columns={"turns": "text"})] == [1, 2, 3]
-    assert read("gsm8k", path=path, columns=COLUMNS) == read(path, columns=COLUMNS)
-    gc.collect()  # what is left open is closed, and warned of, here
-
-
-def test_turns_may_be_lists_and_lines_of_json_need_no_package(offline, tmp_path, monkeypatch):
-    rows = [{"turns": ["a", "b"]}, {"turns": ["c", "d"]}]
-    expected = [(1, "own", ("a", "b")), (2, "own", ("c", "d"))]
-    assert read(table(tmp_path / "own.parquet", rows)) == expected
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    assert read(write(tmp_path / "own.json", *rows)) == expected
-    with pytest.raises(ValueError, match="pip install datasets"):
-        read(str(tmp_path / "own.parquet"))
-
-
-def test_of_several_splits_test_is_read_and_others_must_be_named(offline, tmp_path):
-    for split in ("train", "test"):
-        table(tmp_path / "both" / f"{split}.csv", [{"turns": split}])
-        table(tmp_path / "other" / f"{split.replace('test', 'validation')}.csv", [{"turns": split}])
-    assert read(str(tmp_path / "both"))[0].turns == ("test",)
-    with pytest.raises(ValueError, match="it has the splits train, validation; name one of its files"):
-        read(str(tmp_path / "other"))
-
-
-def test_arguments_of_load_dataset(offline, monkeypatch):
-    asked = []
-
-    def load(name, config, split, streaming):
-        asked.append((name, config, split, streaming))
-        return ROWS if split else {"train": [], "test": ROWS}
-
-    monkeypatch.setattr(offline, "load_dataset", load)
-    assert read("hf:owner/set", columns=COLUMNS)[:2] == read("hf:owner/set:main:test", columns=COLUMNS)[:2]
-    assert read("hf:owner/set", columns=COLUMNS)[2].category == "set"
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
-    read("hf:owner/set::train", columns=COLUMNS, limit=2)
-    assert asked[:2] == [("owner/set", None, None, False), ("owner/set", "main", "test", False)]
-    assert asked[-1] == ("owner/set", None, "train", True)
-    for wrong in ("hf:", "hf:owner/set:main", "hf:a:b:c:d"):
-        with pytest.raises(ValueError, match="is written hf:OWNER/NAME"):
-            read(wrong)
-
-
-@pytest.mark.parametrize("source", ["hf:owner/set", "none.parquet", "broken.parquet", "empty"])
-def test_loading_errors_are_reported(source, offline, tmp_path):
-    (tmp_path / "broken.parquet").write_bytes(b"no parquet")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="cannot read the questions"):
-        read(source if source.startswith("hf:") else str(tmp_path / source))
 
 
 def test_a_chat_template_formats_every_turn():

