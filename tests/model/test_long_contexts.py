@@ -9,6 +9,7 @@ from selfspec.executors.cpu.install import choose
 from selfspec.model.kv_cache import PackedRows, PagedCache, Span
 from selfspec.model.split_model import SplitModel
 from tests.models import build
+from tests.slow import slow
 
 LENGTH, SPLIT = 700, 256  # SPLIT: as in kernels/cpu/attention.h
 # One shared key head, three of them, a head of no whole vector, and windows that begin within a split and a vector.
@@ -38,7 +39,7 @@ def read(split, calls, page_size):
     return torch.cat(out)
 
 
-@pytest.mark.parametrize("two_bytes", [False, True])
+@pytest.mark.parametrize("two_bytes", [slow(False), True])
 @pytest.mark.parametrize("name", SHAPES)
 def test_splits_of_keys_change_no_bit_whatever_shares_a_call_or_its_threads(name, two_bytes):
     split = made(name)
