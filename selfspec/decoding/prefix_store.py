@@ -43,6 +43,8 @@ class PrefixStore:
         size, full = prefix.cache.num_pages, prefix.num_idle_pages + need
         if full > size and split.runner is None:
             size = max(size, min(most, max(full, 2 * size)))
+        elif need > size and split.runner is not None:
+            need = split.runner.pages_in_place_of(prefix.cache, need)
         if max(size, need) > prefix.cache.num_pages:
             prefix.move_to(split.new_cache(max(size, need), page_size))
         return prefix

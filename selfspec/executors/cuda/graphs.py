@@ -112,11 +112,21 @@ class Storages:
         """The storage of a cache that `lend` returned; None for other caches."""
         return next((one for one in self._all if one.user is cache), None)
 
-    def lend(self, num_pages: int, page_size: int, num_layers: int = 0) -> tuple[PagedCache, list[Storage]]:
+    def largest(self, page_size: int) -> PagedCache | None:
+        """The pages of the largest unused storage of this page size; None if there is none."""
+        sizes = [one.cache for one in self._all if one.user is None and one.cache.page_size == page_size]
+        return max(sizes, key=lambda one: one.num_pages, default=None)
+
+    def lend(
+        self, num_pages: int, page_size: int, num_layers: int = 0, reserved: int = 0
+    ) -> tuple[PagedCache, list[Storage]]:
         """A zeroed cache of this size, and the storages that were dropped for it.
 
         An unused storage of the same page size that is large enough is reused. If there is none, all unused storages
         are dropped.
+
+        Args:
+            reserved: pages that a new storage has at least.
         """
         idle = [one for one in self._all if one.user is None]
         fitting = [one for one in idle if one.cache.page_size == page_size and one.cache.num_pages >= num_pages]
@@ -125,7 +135,7 @@ class Storages:
             storage.cache.clear()
             idle = []
         else:
-            storage = Storage(PagedCache(num_pages, page_size, num_layers))
+            storage = Storage(PagedCache(max(num_pages, reserved), page_size, num_layers))
             self._all = [one for one in self._all if one not in idle] + [storage]
         lent = PagedCache(num_pages, page_size, shares=storage.cache)
         storage.lent = weakref.ref(lent)

@@ -48,6 +48,7 @@ from selfspec.progress import tell
 T = TypeVar("T")
 _log = logging.getLogger("selfspec")
 BUDGET = 2 << 30  # bytes of device memory for recordings
+MAX_GROWTH_SHARE = 0.5  # share of the free memory that keys and values take to grow to twice their size
 START_SECONDS, START_BYTES = 10.0, 600 << 20  # limits of what is recorded before decoding
 
 
@@ -163,10 +164,26 @@ class Runner:
     def new_cache(self, num_pages: int, page_size: int) -> PagedCache:
         """A KV cache whose rows can be run from recordings. It may reuse pages and recordings of earlier caches."""
         with self._lock:
-            cache, dropped = self.storages.lend(num_pages, page_size, self.split.num_layers)
+            before = self.storages.largest(page_size)
+            reserved = 0 if before is None else self.pages_in_place_of(before, num_pages)
+            cache, dropped = self.storages.lend(num_pages, page_size, self.split.num_layers, reserved)
             self._failed.clear()
+            kept = len(self.graphs)
             self.graphs.forget(lambda key: any(key[0] is one for one in dropped))  # type: ignore[index]
+            if len(self.graphs) < kept:
+                tell("keys and values of %d tokens have other memory; recordings made again at their next use: %d",
+                     max(num_pages, reserved) * page_size, kept - len(self.graphs))  # fmt: skip
             return cache
+
+    def pages_in_place_of(self, cache: PagedCache, num_pages: int) -> int:
+        """The pages of a cache that is to have at least `num_pages` in place of one that is too small: twice as many as
+        that one where memory is free for them, so that a cache that grows seldom moves away from its recordings."""
+        twice, device = 2 * cache.num_pages, self.split.device
+        if not cache.num_pages < num_pages < twice:
+            return num_pages
+        size = twice * sum(one.nbytes // len(one) for pair in cache.storages for one in pair)
+        is_free = device.type != "cuda" or size <= MAX_GROWTH_SHARE * torch.cuda.mem_get_info(device)[0]
+        return twice if is_free else num_pages
 
     def refresh(self) -> None:
         """Drop all recordings if weights are in other memory than before, since recordings read the earlier memory.
