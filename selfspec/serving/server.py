@@ -111,7 +111,7 @@ class Server:
         if length == NO_LIMIT:
             length, reserve = self.reader.max_model_len, CHAT_TOKENS
         scored = {"prompt_logprobs": asked.logprobs} if asked.echo and asked.logprobs is not None else {}
-        call = self._call("cmpl-", asked, prompts, max(length, int(length == 0)), length == 0, reserve, **scored)
+        call = self._call("cmpl-", asked, prompts, length or 1, length == 0, reserve, **scored)
         await self._check_grammar(asked, call)
         texts = await self.reader.texts(asked, prompts) if asked.echo else []
         return Answer(CompletionWriter(asked, call, model, self.tokens, texts), self.dispatcher)

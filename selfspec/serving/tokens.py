@@ -118,9 +118,8 @@ class Reader:
             size += len(use.outputs.lark)
         try:
             ids = await self._away(size, lambda: self._llm.chat_prompt(messages, self._given, **options))
-        except Exception as problem:  # templates are programs, which raise what they like
-            reason = str(problem) or type(problem).__name__
-            raise Refusal(f"the chat template refuses this conversation ({reason})", param="messages") from problem
+        except ValueError as problem:
+            raise Refusal(str(problem), param="messages") from problem
         return self._fitted(ids, request, "messages")
 
     async def prediction(self, request: ChatRequest) -> list[int]:

@@ -21,7 +21,7 @@ def test_nothing_that_the_document_allows_or_forbids_is_an_error_of_the_server()
         for operation in operations:
             modes = schemathesis.GenerationMode
             count = 60 if operation.method == "post" else 5
-            for mode in (modes.POSITIVE, modes.NEGATIVE) if operation.method == "post" else (modes.POSITIVE,):
+            for mode in (modes.POSITIVE, modes.NEGATIVE) if operation.body else (modes.POSITIVE,):
 
                 @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
                 @given(case=operation.as_strategy(generation_mode=mode))

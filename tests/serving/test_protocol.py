@@ -140,7 +140,7 @@ WRONG = [
     ({"temperature": "0.7"}, "temperature", "valid number"),
     ({"temperature": float("nan")}, "temperature", "at least 0"),
     ({"top_k": -2}, "top_k", "at least 0"),
-    ({"max_tokens": -2}, "max_tokens", "at least 1"),
+    ({"max_tokens": -2}, "max_tokens", "at least 1, got -2"),
     ({"max_tokens": True}, "max_tokens", "valid integer"),
     ({"n": 0}, "n", "greater than or equal to 1"),
     ({"n": 10**6, "temperature": 1}, "n", "at most"),
