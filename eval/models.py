@@ -16,7 +16,7 @@ from selfspec import LLM, SamplingParams, SpeculativeConfig
 from selfspec.calibrate.measure import measure
 from selfspec.control.costs import Costs
 from selfspec.decoding.defaults import GenerationDefaults
-from selfspec.decoding.engine import OnRound, page_size_of
+from selfspec.decoding.engine import PAGE_SIZE, OnRound
 from selfspec.decoding.outputs import CompletionOutput
 from selfspec.loading import hub
 from selfspec.loading.names import find, is_gguf
@@ -104,7 +104,7 @@ def measured_costs(llm: LLM, batch_sizes: Sequence[int], repeats: int, **options
 def all_logits(llm: LLM, ids: Tensor) -> Tensor:
     """The split model's logits `[rows, length, vocab]` after ids `[rows, length]`."""
     split, (num_rows, length) = llm.target.split, ids.shape
-    page = length + -length % page_size_of(split)
+    page = length + -length % PAGE_SIZE
     with torch.inference_mode():
         cache = split.new_cache(num_rows, page)
         rows = PackedRows(cache, [Span([i], 0, length) for i in range(num_rows)], split.device)

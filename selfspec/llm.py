@@ -17,7 +17,7 @@ from selfspec.control.plan import Policy
 from selfspec.control.registry import POLICIES
 from selfspec.core import Request
 from selfspec.decoding.defaults import Prompt
-from selfspec.decoding.engine import MAX_STEP_SECONDS, LLMEngine, OnRound, page_size_of
+from selfspec.decoding.engine import MAX_STEP_SECONDS, PAGE_SIZE, LLMEngine, OnRound
 from selfspec.decoding.outputs import RequestOutput
 from selfspec.drafting.datastore import Datastore
 from selfspec.errors import flag, got, whole
@@ -363,7 +363,7 @@ class LLM:
         prefix: Any = False
         if self.prefix_cache:
             kept = self.prefix_cache_tokens if split.ranks is None else 0
-            prefix = self.target.prefixes.take(split, batch * longest, kept, page_size_of(split))
+            prefix = self.target.prefixes.take(split, batch * longest, kept, PAGE_SIZE)
         engine: LLMEngine | None = None
         try:
             engine = self._engine(
@@ -389,7 +389,7 @@ class LLM:
         split = self.target.split
         lengths = [len(request.prompt_token_ids) + request.max_tokens for request in requests]
         longest = min(max(lengths, default=1), split.context_limit)
-        return longest + -longest % page_size_of(split)
+        return longest + -longest % PAGE_SIZE
 
     def _loop(self, engine: LLMEngine, on_round: OnRound | None) -> Iterator[RequestOutput]:
         """Steps until nothing is left to do. What the engine's policy learned is where the next one starts."""

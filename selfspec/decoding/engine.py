@@ -36,11 +36,6 @@ MAX_STEP_SECONDS = 0.25  # of a step that nobody watches: an interrupt need not 
 OnRound = Callable[[RoundOutput], None]
 
 
-def page_size_of(split: SplitModel) -> int:
-    """Tokens of a small page: as many as the split model's attention backend can read pages of."""
-    return max(PAGE_SIZE, split.attention.page_multiple)
-
-
 class LLMEngine:
     """Decodes requests in a running batch. Made by `LLM.engine`.
 
@@ -142,7 +137,7 @@ class LLMEngine:
         share = max(1, whole("max_num_cached_tokens", num_tokens, 1) // self.max_num_seqs)
         if page_size is None:
             is_whole = self.split.device.type == "cpu" and not has_prefixes
-            page_size = share if is_whole else min(share, page_size_of(self.split))
+            page_size = share if is_whole else min(share, PAGE_SIZE)
         if num_tokens < page_size:
             raise ValueError(f"max_num_cached_tokens must hold a page of {page_size} tokens, got {num_tokens}")
         return self.split.new_cache(num_tokens // page_size, page_size)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from selfspec.control.plan import Plain
 from selfspec.decoding.defaults import GenerationDefaults
-from selfspec.decoding.engine import LLMEngine, page_size_of
+from selfspec.decoding.engine import PAGE_SIZE, LLMEngine
 from selfspec.errors import got, whole
 from selfspec.learning.written import Sample, Task, Written
 from selfspec.loading.target import Target
@@ -99,7 +99,7 @@ def _write(target: Target, tasks: Sequence[Task]) -> Iterator[tuple[Task, list[i
     """Heads learn the model's own distribution, as no generation config changes it."""
     split = target.refresh()
     longest = min(max(len(task.prompt) + task.limit for task in tasks), split.context_limit)
-    pages: dict[str, Any] = {"max_num_cached_tokens": len(tasks) * (longest + -longest % page_size_of(split))}
+    pages: dict[str, Any] = {"max_num_cached_tokens": len(tasks) * (longest + -longest % PAGE_SIZE)}
     defaults = GenerationDefaults(split.model, target.tokenizer)
     engine = LLMEngine(split, Plain(), defaults, max_num_seqs=len(tasks), final_only=True, **pages)
     try:

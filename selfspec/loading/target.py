@@ -194,7 +194,7 @@ class Target:
 
     @property
     def attention_backend(self) -> str:
-        """Who computes attention: sdpa, triton, flash, varlen, reference or compiled; in graphs it is always triton."""
+        """Who computes attention: sdpa, triton, reference or compiled; in graphs it is always triton."""
         return "compiled" if self.backend == "compiled" else self.split.attention.name
 
     @property

@@ -2,21 +2,14 @@
 
     sdpa       torch's own, on every device (`selfspec.model.attention.attend_rows`)
     triton     selfspec's kernel over pages: ragged rows, windows, chunks, soft-caps and sinks
-    flash      the flash-attn package, where it is installed (extra `flash`)
-    varlen     torch's variable-length attention, in versions that read pages
     reference  the reference implementation of the kernel in torch: for tests, on any device
 
-Calls that a backend does not support go through `sdpa`: in `flash` and `varlen` chunks, sinks and other page sizes; in
-`triton` prompts in half precision, for which torch has faster kernels.
+Prompts in half precision go from `triton` to `sdpa`, for which torch has faster kernels.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import inspect
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +24,6 @@ from selfspec.model.row_groups import SHORT
 
 # (packed rows, queries [heads, N, head_dim], the layer's keys, values, reach, scale, softcap, sinks)
 Attend = Callable[[PackedRows, Tensor, Tensor, Tensor, Reach, float, float | None, Tensor | None], Tensor]
-FLASH_PAGE = 256  # pages of flash-attn 2, and of torch's copy of it, hold a multiple of this
 
 
 class Backend(NamedTuple):
@@ -39,21 +31,21 @@ class Backend(NamedTuple):
 
     name: str
     attend: Attend
-    page_multiple: int = 1  # the page size must be a multiple of this
 
 
 def importable(device: torch.device | str) -> dict[str, Backend]:
     """The backends available for a device, by name."""
     found = {"sdpa": Backend("sdpa", attend_rows)}
-    if torch.device(device).type == "cuda":
-        if has_triton():
-            found["triton"] = Backend("triton", _else_sdpa(_triton))
-        if importlib.util.find_spec("flash_attn") is not None and _flash_function() is not None:
-            found["flash"] = Backend("flash", _else_sdpa(_flash), FLASH_PAGE)
-        if _varlen_function() is not None:
-            found["varlen"] = Backend("varlen", _else_sdpa(_varlen), FLASH_PAGE)
+    if torch.device(device).type == "cuda" and has_triton():
+        found["triton"] = Backend("triton", _else_sdpa(_triton))
     found["reference"] = Backend("reference", _else_sdpa(_reference))
     return found
+
+
+def choose(device: torch.device | str) -> Backend:
+    """The kernel over pages where there is one, which reads no page twice and needs no mask; else `sdpa`."""
+    found = importable(device)
+    return found.get("triton", found["sdpa"])
 
 
 def named(name: str, device: torch.device | str) -> Backend:
@@ -146,71 +138,3 @@ def _is_prompt(call: Call) -> bool:
 def _by_kernel(call: Call, attend: Callable[..., Tensor]) -> Tensor:
     rows, queries, keys, values, reach, scale, softcap, sinks = call
     return attend(queries.transpose(0, 1), keys, values, layout_of(rows), scale, *reach, softcap, sinks)
-
-
-def _flash(call: Call) -> Tensor | None:
-    function = _flash_function()
-    if function is None or not _flash_serves(call):
-        return None
-    layout = layout_of(call.rows)
-    fed, held = _cumulative(call.rows, layout)
-    return function(
-        call.queries.transpose(0, 1), call.keys, call.values, fed, held, layout.most_new, layout.most_tokens,
-        softmax_scale=call.scale, causal=True, window_size=_sides(call.reach), softcap=call.softcap or 0.0,
-        block_table=layout.pages,
-    )  # fmt: skip
-
-
-def _varlen(call: Call) -> Tensor | None:
-    function = _varlen_function()
-    if function is None or call.softcap is not None or not _flash_serves(call):
-        return None
-    layout = layout_of(call.rows)
-    fed, held = _cumulative(call.rows, layout)
-    return function(
-        call.queries.transpose(0, 1), call.keys, call.values, fed, held, layout.most_new, layout.most_tokens,
-        scale=call.scale, window_size=(-1, 0) if call.reach.window is None else _sides(call.reach), enable_gqa=True,
-        seqused_k=layout.lengths, block_table=layout.pages,
-    )  # fmt: skip
-
-
-def _flash_serves(call: Call) -> bool:
-    dtype, head_dim = call.queries.dtype, call.queries.shape[-1]
-    return (
-        call.rows.cache.page_size % FLASH_PAGE == 0
-        and (dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256)
-        and call.reach.chunk is None
-        and call.sinks is None
-    )
-
-
-def _sides(reach: Reach) -> tuple[int, int]:
-    """flash-attn's `window_size`: visible tokens before and after a query; -1: no limit."""
-    return (-1, -1) if reach.window is None else (reach.window - 1, 0)
-
-
-def _cumulative(rows: PackedRows, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Cumulative numbers of new tokens and of all tokens, int32 `[rows + 1]` each, starting at 0."""
-    known: tuple[Tensor, Tensor] | None = rows.plans.get("cumulative")
-    if known is None:
-        both = torch.stack([layout.counts, layout.lengths]).cumsum(1, dtype=torch.int32)
-        fed, held = torch.nn.functional.pad(both, (1, 0))
-        known = rows.plans["cumulative"] = (fed, held)
-    return known
-
-
-@cache
-def _flash_function() -> Any:
-    try:
-        return importlib.import_module("flash_attn").flash_attn_varlen_func
-    except (ImportError, OSError, AttributeError):  # another package of this name, or built for another torch
-        return None
-
-
-@cache
-def _varlen_function() -> Any:
-    try:
-        call = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    except (ImportError, AttributeError):
-        return None
-    return call if "block_table" in inspect.signature(call).parameters else None

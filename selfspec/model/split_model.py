@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.model import attention_backends as backends
-from selfspec.model import attention_choice as fastest
 from selfspec.model.attention import NAME, attend
 from selfspec.model.draft_vocabulary import DraftHead, Frequencies, Subset, default_size
 from selfspec.model.exit_heads import ExitHeads
@@ -59,8 +58,8 @@ class SplitModel:
     """A causal LM whose layers can run in parts. It shares the weights of the model, which does not change.
 
     Args:
-        attention: the name of an attention backend, see `selfspec.model.attention_backends`; "auto": the
-            fastest available one by a short measurement on CUDA, `sdpa` on CPU.
+        attention: the name of an attention backend, see `selfspec.model.attention_backends`; "auto":
+            `triton` on CUDA where it is installed, else `sdpa`.
 
     Raises:
         UnsupportedModelError: the family cannot be split (recurrent layers, own attention code), with the reason.
@@ -95,9 +94,7 @@ class SplitModel:
         self.device: torch.device = embedding.device
         self.dtype: torch.dtype = embedding.dtype
         auto = attention == "auto"
-        self.attention = (
-            fastest.choose(self.device, self.dtype, self.config) if auto else backends.named(attention, self.device)
-        )
+        self.attention = backends.choose(self.device) if auto else backends.named(attention, self.device)
         """The attention backend."""
         self.runner: Any = None
         """A `selfspec.executors.cuda.runner.Runner`, which replays CUDA graphs of rounds; or None."""
