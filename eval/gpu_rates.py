@@ -142,9 +142,10 @@ def replayed(rows: Rows) -> Record:
         RoundRow(range(i * pages, (i + 1) * pages), rows.context, 0, free, (), longest, (), TEMPERATURE, 0, 1.0, 0.0, i)
         for i in range(count)
     ]
-    if runner is None or runner.begin(cache, given, plan, longest) is None:
+    rounds = None if runner is None else runner.begin(cache, given, plan, longest)
+    if rounds is None:
         raise ValueError("these rounds are not recorded")
-    recording, hosts = runner.graphs.latest.recording, list[float]()
+    recording, hosts = rounds.recording, list[float]()
     replays = max(1, min(REPLAYS, free // (longest + 1) // (1 + PREFILL_REPEATS)))  # rows must not end
 
     def launched() -> None:

@@ -100,21 +100,10 @@ def _rotate_attend(
     low = tl.maximum(low, begin + split * size)
     high = tl.minimum(high, begin + split * size + size)
     start = tl.load(starts_ptr + slot)
-
-    n = tl.arange(0, NEW)
-    for base in range(tl.maximum(low, context), high, NEW):
-        kv = base + n
-        token = start + kv - context
-        place = tl.load(slots_ptr + token, mask=kv < high, other=-1)
-        fresh = place >= 0
-        line = qkv_ptr + token.to(tl.int64) * qkv_token + (HEADS + kv_head) * DIM
-        key = _rotated(line, fresh, kv, cos_ptr, sin_ptr, k_norm_ptr, eps, NEW, DIM, BLOCK_D, LEVELS)
-        mask = fresh[:, None] & (d < DIM)[None, :]
-        value = tl.load((line + KV_HEADS * DIM)[:, None] + d[None, :], mask=mask, other=0.0)
-        at = ((place * KV_HEADS + kv_head) * DIM)[:, None] + d[None, :]
-        tl.store(k_ptr + at, key, mask=mask)
-        tl.store(v_ptr + at, value, mask=mask)
-
+    _write_new(
+        qkv_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, k_norm_ptr, slots_ptr, eps, qkv_token, kv_head, start, context,
+        tl.maximum(low, context), high, HEADS, KV_HEADS, DIM, BLOCK_D, LEVELS, NEW,
+    )  # fmt: skip
     query = first + r // SHARE
     token = (start + query).to(tl.int64)
     head = kv_head * SHARE + r % SHARE
@@ -127,7 +116,6 @@ def _rotate_attend(
         q, k_ptr, v_ptr, pages_ptr + slot * pages_row, low, high, position, kv_head, scale, 0.0, window, 0,
         DIM, PAGE_SIZE, KV_HEADS, ROWS, BLOCK_D, BLOCK_N, WINDOW, False, False, UPCAST,
     )  # fmt: skip
-
     mask = live[:, None] & (d < DIM)[None, :]
     here, is_last = token * HEADS + head, split == split
     if splits > 1:
@@ -140,24 +128,58 @@ def _rotate_attend(
         is_last = tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1
         if is_last:
             tl.store(counter, 0)
-            top = tl.full((ROWS,), float("-inf"), tl.float32)
-            total = tl.zeros((ROWS,), tl.float32)
-            acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
-            for other in tl.range(0, splits, loop_unroll_factor=4):
-                at_other = other * num_tokens * HEADS + here
-                part = tl.load(
-                    partial_ptr + at_other[:, None] * DIM + d[None, :], mask=mask, other=0.0, cache_modifier=".cg"
-                )
-                tops = tl.load(tops_ptr + at_other, mask=live, other=float("-inf"), cache_modifier=".cg")
-                totals = tl.load(totals_ptr + at_other, mask=live, other=0.0, cache_modifier=".cg")
-                higher = tl.maximum(top, tops)
-                safe = tl.where(higher == float("-inf"), 0.0, higher)
-                weight, fade = tl.exp2(tops - safe), tl.exp2(top - safe)
-                total = total * fade + weight * totals
-                acc = acc * fade[:, None] + weight[:, None] * part
-                top = higher
+            total, acc = _combined(
+                partial_ptr, tops_ptr, totals_ptr, here, splits, num_tokens * HEADS, live, ROWS, DIM, BLOCK_D
+            )
     out = acc / tl.where(total == 0, 1.0, total)[:, None]  # a split may see nothing
     tl.store(out_ptr + here[:, None] * DIM + d[None, :], out.to(out_ptr.dtype.element_ty), mask=mask & is_last)
+
+
+@triton.jit
+def _write_new(
+    qkv_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, k_norm_ptr, slots_ptr, eps, qkv_token, kv_head, start, context, low, high,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, LEVELS: tl.constexpr,
+    NEW: tl.constexpr,
+):  # fmt: skip
+    """Rotate and write the new keys of a row's tokens [low, high), of which none are before `context`; and values."""
+    d = tl.arange(0, BLOCK_D)
+    for base in range(low, high, NEW):
+        kv = base + tl.arange(0, NEW)
+        token = start + kv - context
+        place = tl.load(slots_ptr + token, mask=kv < high, other=-1)
+        fresh = place >= 0
+        line = qkv_ptr + token.to(tl.int64) * qkv_token + (HEADS + kv_head) * DIM
+        key = _rotated(line, fresh, kv, cos_ptr, sin_ptr, k_norm_ptr, eps, NEW, DIM, BLOCK_D, LEVELS)
+        mask = fresh[:, None] & (d < DIM)[None, :]
+        value = tl.load((line + KV_HEADS * DIM)[:, None] + d[None, :], mask=mask, other=0.0)
+        at = ((place * KV_HEADS + kv_head) * DIM)[:, None] + d[None, :]
+        tl.store(k_ptr + at, key, mask=mask)
+        tl.store(v_ptr + at, value, mask=mask)
+
+
+@triton.jit
+def _combined(
+    partial_ptr, tops_ptr, totals_ptr, here, splits, stride, live,
+    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The sums of weights and weighted values of all splits, in their order, which other programs have written."""
+    d = tl.arange(0, BLOCK_D)
+    mask = live[:, None] & (d < DIM)[None, :]
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    for split in tl.range(0, splits, loop_unroll_factor=4):
+        at = split * stride + here
+        part = tl.load(partial_ptr + at[:, None] * DIM + d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+        tops = tl.load(tops_ptr + at, mask=live, other=float("-inf"), cache_modifier=".cg")
+        totals = tl.load(totals_ptr + at, mask=live, other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(top, tops)
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        weight, fade = tl.exp2(tops - safe), tl.exp2(top - safe)
+        total = total * fade + weight * totals
+        acc = acc * fade[:, None] + weight[:, None] * part
+        top = higher
+    return total, acc
 
 
 @triton.jit

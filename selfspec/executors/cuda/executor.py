@@ -73,34 +73,34 @@ class CudaExecutor(Executor):
             yield from super().run(rows, plan, deadline)
             return
         seconds, num_left, latest = self.new_seconds(), plan.num_rounds, 0.0
-        begin, flight = seconds.now(), None
+        begin, kind = seconds.now(), RoundDraft(plan)  # of the rounds under way
+        flight: RecordedRounds | None = None
         while True:
-            start, num_begun = seconds.now(), flight.rounds.num_in_flight if flight else 0
+            start, num_begun = seconds.now(), flight.num_in_flight if flight else 0
             is_late = num_left < plan.num_rounds and start - begin + latest >= deadline
             goes_on = num_left > 0 and not is_late and not any(_ends(row, num_begun) for row in rows)
             draft = next_draft(rows, plan) if goes_on else None
             if flight is None:
                 if draft is None:
                     return
-                rounds = self._begin(rows, draft) if draft.given is None else None
-                if rounds is None:
+                flight, kind = self._begin(rows, draft) if draft.given is None else None, draft
+                if flight is None:
                     num_left -= 1
                     made = self.round(rows, draft)
                 else:
                     seconds.lap("control")  # recording them may have taken long
-                    flight = _Flight(rounds, draft)
-                    num_left -= flight.launch()
+                    num_left -= flight.go_on()
                     is_late = seconds.now() - begin + latest >= deadline
                     if num_left and not is_late and not any(_ends(row, 1) for row in rows):
-                        num_left -= flight.launch()
-            elif draft is not None and flight.drafts_like(draft):
-                num_left -= flight.launch()
+                        num_left -= flight.go_on()
+            elif draft is not None and draft.given is None and draft.plan.exit_layer == kind.plan.exit_layer:
+                num_left -= flight.go_on()
             if flight is not None:
-                outputs = [_row_round(*pair) for pair in zip(rows, flight.rounds.take(), strict=True)]
+                outputs = [_row_round(*pair) for pair in zip(rows, flight.take(), strict=True)]
                 seconds.lap("verify")
-                made = _output(flight.draft, outputs, seconds)
-                if not flight.rounds.num_in_flight:
-                    _keep_finals(outputs, flight.rounds.finals)
+                made = _output(kind, outputs, seconds)
+                if not flight.num_in_flight:
+                    _keep_finals(outputs, flight.finals)
                     flight = None
             latest = seconds.now() - start
             yield made
@@ -173,25 +173,6 @@ class CudaExecutor(Executor):
         given = [[]] * len(rows) if draft.given is None else [one.token_ids for one in draft.given]
         round_rows = [_round_row(*one) for one in zip(rows, plan.draft_lengths, given, strict=True)]
         return runner.begin(self.cache, round_rows, plan, draft.longest, states_of(self.split, rows))
-
-
-class _Flight:
-    """Rounds of one kind, of which up to two are under way."""
-
-    def __init__(self, rounds: RecordedRounds, draft: RoundDraft) -> None:
-        self.rounds, self.draft, self.num_left = rounds, draft, rounds.max_rounds
-
-    def launch(self) -> int:
-        """Launch a round where the recording has capacity for it; the number of rounds launched."""
-        if self.num_left < 1:
-            return 0
-        self.rounds.launch()
-        self.num_left -= 1
-        return 1
-
-    def drafts_like(self, draft: RoundDraft) -> bool:
-        """Whether a round that drafts so is one of these."""
-        return draft.given is None and draft.plan.exit_layer == self.draft.plan.exit_layer
 
 
 def _reads_states(plan: Plan) -> bool:

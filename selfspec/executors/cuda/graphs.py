@@ -38,11 +38,10 @@ class Graphs:
         capture: records bodies.
         budget: bytes of device memory for all recordings and their inputs. The latest recording is kept even if it
             alone exceeds them.
-        max_recordings: maximum number of recordings.
     """
 
-    def __init__(self, capture: Capture, budget: int, max_recordings: int = 512) -> None:
-        self.capture, self.budget, self.max_recordings = capture, budget, max_recordings
+    def __init__(self, capture: Capture, budget: int) -> None:
+        self.capture, self.budget = capture, budget
         self._kept: OrderedDict[Hashable, Recorded] = OrderedDict()
         self.num_recorded = 0
         """Recordings made so far, including those dropped since."""
@@ -57,11 +56,6 @@ class Graphs:
         """Bytes of device memory of all recordings and their inputs. What several of them read counts once."""
         shared = {id(one): one.num_bytes for kept in self._kept.values() for one in kept.inputs.shared}
         return sum(one.num_bytes for one in self._kept.values()) + sum(shared.values())
-
-    @property
-    def latest(self) -> Recorded | None:
-        """The recording that was used last; None if there is none."""
-        return next(reversed(self._kept.values()), None)
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._kept
@@ -79,7 +73,7 @@ class Graphs:
         made = self._kept[key] = Recorded(inputs, body, self.capture.record(body))
         self.num_recorded += 1
         self.seconds += perf_counter() - begun
-        while len(self._kept) > 1 and (len(self._kept) > self.max_recordings or self.num_bytes > self.budget):
+        while len(self._kept) > 1 and self.num_bytes > self.budget:
             self._kept.popitem(last=False)
         return made
 

@@ -337,7 +337,7 @@ class RecordedRounds:
         lock: held while a round is launched, since recordings share memory.
         num_rows: rows of the batch.
         reports_confidence: whether results have confidences.
-        max_rounds: rounds that the recording has capacity for.
+        num_left: rounds that the recording has capacity for.
     """
 
     def __init__(
@@ -347,10 +347,10 @@ class RecordedRounds:
         lock: AbstractContextManager[Any],
         num_rows: int,
         reports_confidence: bool,
-        max_rounds: int,
+        num_left: int,
     ) -> None:
-        self._inputs, self._recording, self._lock, self._num_rows = inputs, recording, lock, num_rows
-        self._reports_confidence, self.max_rounds = reports_confidence, max_rounds
+        self._inputs, self.recording, self._lock, self._num_rows = inputs, recording, lock, num_rows
+        self._reports_confidence, self._num_left = reports_confidence, num_left
         self._in_flight: deque[int] = deque()
 
     @property
@@ -372,13 +372,21 @@ class RecordedRounds:
         """
         assert len(self._in_flight) < MAX_IN_FLIGHT
         with self._lock:
-            self._recording.replay()
-            record, *states = self._recording.outputs
+            self.recording.replay()
+            record, *states = self.recording.outputs
             self._in_flight.append(self._inputs.records.send(record))
             if not kept:
                 return None
             some = torch.stack([states[layer] for layer in (0, *layers)])
             return some.unflatten(1, (-1, self._inputs.key.width))[:, tensor_of([*kept], some.device)]
+
+    def go_on(self) -> int:
+        """Launch the next round if the recording has capacity for one more; the number of rounds launched, 0 or 1."""
+        if self._num_left < 1:
+            return 0
+        self.launch()
+        self._num_left -= 1
+        return 1
 
     @property
     def finals(self) -> Tensor | None:
