@@ -1,4 +1,4 @@
-"""What lies in the cache folder: kinds of files, their sizes, and what older versions left there."""
+"""What lies in the cache folder: kinds of files, their sizes, and compiled engines that nobody loads any more."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from selfspec.kernels.machine import cache_folder
 
 DAY = 24 * 3600.0
 UNUSED_DAYS = 30  # after which a compiled engine is removed that was not loaded since
-CONVERSIONS = "gguf"
-Kind = Literal["compiled", "checked", "profiles", "gguf"]
+Kind = Literal["compiled", "checked", "profiles"]
 KINDS: dict[Kind, str] = {
     "compiled": "the engine, compiled for this machine",
     "checked": "results of self-checks of GGUF files",
     "profiles": "costs and acceptance statistics of models on this machine",
-    "gguf": "float32 copies of GGUF files, of versions before 0.3; not used any more",
 }
 
 
@@ -59,18 +57,9 @@ def _of_kind(kind: str) -> Iterator[Entry]:
 
 
 def remove_unused() -> None:
-    """Remove what older versions left: converted files after a day, compiled engines that were not loaded for long.
-
-    Another process of an older version may still read them, so that nothing newer is removed.
-    """
-    now = time.time()
-    with suppress(OSError):
-        if not (cache_folder() / CONVERSIONS).is_dir() and len(list((cache_folder() / "compiled").iterdir())) < 2:
-            return
-    for kind, days in ((CONVERSIONS, 1), ("compiled", UNUSED_DAYS)):
-        for entry in _of_kind(kind):
-            if now - entry.changed > days * DAY:
-                with suppress(OSError):
-                    entry.remove()
-    with suppress(OSError):
-        (cache_folder() / CONVERSIONS).rmdir()  # if it is empty
+    """Remove compiled engines of other versions that were not loaded for long; a single one stays."""
+    found = list(_of_kind("compiled"))
+    for entry in found if len(found) > 1 else ():
+        if time.time() - entry.changed > UNUSED_DAYS * DAY:
+            with suppress(OSError):
+                entry.remove()

@@ -91,9 +91,7 @@ class Sequence:
     num_edits: int | None = None  # of weights in place, before it joined; None: no prefix cache
     processors: dict[tuple[int, ...], list[LogitsProcessor]] = field(default_factory=dict)  # copies, by output so far
     has_pages: bool = False  # they are given back once
-    problem: BaseException | None = (
-        None  # of its processor, criterion or grammar, or an interrupt: the engine aborts it
-    )
+    problem: BaseException | None = None  # of its processor, criterion or grammar; the engine aborts it then
     final_state: Tensor | None = None  # [hidden_size], the model's, of the token `final_at`; where exit heads are used
     final_at: int = -1
     new_lookup: Callable[[abc.Sequence[int]], RowLookup] | None = None  # of its tokens; None: no lookup

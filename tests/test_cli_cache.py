@@ -1,4 +1,4 @@
-"""`selfspec cache`: what is listed and removed is what selfspec wrote, and what older versions left goes by itself."""
+"""`selfspec cache`: what is listed and removed is what selfspec wrote; engines that nobody loads go by themselves."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
     (tmp_path / "compiled").mkdir()
     (tmp_path / "compiled" / "body-1.so").write_bytes(bytes(2_000_000))
-    (tmp_path / "gguf" / "Model-1").mkdir(parents=True)
-    (tmp_path / "gguf" / "Model-1" / "model.safetensors").write_bytes(bytes(500))
+    (tmp_path / "profiles" / "costs").mkdir(parents=True)
+    (tmp_path / "profiles" / "costs" / "1.json").write_bytes(bytes(500))
     (tmp_path / "notes.txt").write_text("of somebody else", encoding="utf-8")
     return tmp_path
 
@@ -34,27 +34,27 @@ def test_kinds_sizes_and_names_are_listed(folder, run):
     first, *rest = done.out.splitlines()
     assert first == str(folder)
     assert any("2.0 MB" in line and "body-1.so" in line for line in rest)
-    assert "Model-1" in done.out and "notes.txt" not in done.out
-    listed = json.loads(run("cache", "list", "gguf", "--json").out)
-    assert [(one["kind"], one["bytes"]) for one in listed["entries"]] == [("gguf", 500)]
+    assert "costs" in done.out and "notes.txt" not in done.out
+    listed = json.loads(run("cache", "list", "profiles", "--json").out)
+    assert [(one["kind"], one["bytes"]) for one in listed["entries"]] == [("profiles", 500)]
 
 
 def test_what_is_cleared_is_of_the_kind_that_was_asked_for(folder, run):
     assert "removed 1 entries, 2.0 MB" in run("cache", "clear", "compiled").out
-    assert (folder / "gguf" / "Model-1").exists() and not (folder / "compiled" / "body-1.so").exists()
+    assert (folder / "profiles" / "costs").exists() and not (folder / "compiled" / "body-1.so").exists()
     assert run("cache", "clear").code == 0
-    assert not (folder / "gguf" / "Model-1").exists() and (folder / "notes.txt").exists()
+    assert not (folder / "profiles" / "costs").exists() and (folder / "notes.txt").exists()
     assert_refused(run("cache", "clear", "everything"), 2, "everything")
 
 
-def test_what_older_versions_left_is_removed_when_nobody_can_be_using_it(folder):
+def test_engines_that_nobody_loads_any_more_are_removed(folder):
+    age(folder, 31)
     cached.remove_unused()
-    assert (folder / "gguf" / "Model-1").exists()
-    age(folder / "gguf", 1.1)
-    age(folder / "compiled", 20)
-    cached.remove_unused()
-    assert not (folder / "gguf").exists() and (folder / "compiled" / "body-1.so").exists()
+    assert (folder / "compiled" / "body-1.so").exists()
     (folder / "compiled" / "body-2.so").write_bytes(b"")
+    age(folder / "compiled" / "body-1.so", 29)
+    cached.remove_unused()
+    assert (folder / "compiled" / "body-1.so").exists() and (folder / "profiles" / "costs").exists()
     age(folder / "compiled" / "body-1.so", 31)
     cached.remove_unused()
     assert [path.name for path in (folder / "compiled").iterdir()] == ["body-2.so"]

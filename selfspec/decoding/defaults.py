@@ -21,16 +21,9 @@ from selfspec.params import SamplingParams
 from selfspec.structured.grammars import Grammars
 
 FILTERS = (lp.TemperatureLogitsWarper, lp.TopKLogitsWarper, lp.TopPLogitsWarper, lp.MinPLogitsWarper)
-FILTER_NAMES = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-)  # of `SamplingParams`; applied in this order
-PENALTY_NAMES = (
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-)  # of `SamplingParams`, in the order of processors
+# Of `SamplingParams`, in the order in which they are applied:
+FILTER_NAMES = ("temperature", "top_k", "top_p", "min_p")
+PENALTY_NAMES = ("repetition_penalty", "no_repeat_ngram_size")
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 TOP_K = 50  # what `generate` samples with where nobody names it
 
@@ -72,8 +65,6 @@ NAMES = ("do_sample", "cache_implementation", *FILTER_NAMES, *ENDS, *PROCESSORS,
 OVERRIDE = "generation_config=False (--ignore-generation-config) leaves it out"
 Settings = dict[str, Any]
 _log = logging.getLogger("selfspec")
-
-
 Prompt = str | Sequence[int] | Mapping[str, Any]  # a text, token ids, or {"prompt": ...} or {"prompt_token_ids": ...}
 
 

@@ -306,9 +306,7 @@ class LLMEngine:
             try:
                 self._emit(row)
                 self._rows += [row]  # no call, after which an interrupt would be taken for one before
-            except (
-                BaseException
-            ) as problem:  # of its criterion or grammar; or an interrupt, after which nobody knows what it has
+            except BaseException as problem:  # of its criterion or grammar; or an interrupt
                 row.sequence.problem = problem
                 raise
         round_.seconds.rest += round_.seconds.now() - start

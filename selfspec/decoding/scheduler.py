@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -164,17 +164,8 @@ DEVICE_SECONDS, HOST_SECONDS = 1 / 30, 0.25  # of a chunk, while rows wait for t
 LEAST = 64  # tokens; on a device, fewer hardly take less time
 
 
-class Timer(Protocol):
-    """A clock that runs from when it is made until `stop`."""
-
-    def stop(self) -> None: ...
-    def seconds(self) -> float | None:
-        """The seconds in between; None where the device has not got so far."""
-        ...
-
-
 class DeviceTimer:
-    """The time on the current CUDA device, for which the host does not wait."""
+    """The time on the current CUDA device from when it is made until `stop`, for which the host does not wait."""
 
     def __init__(self) -> None:
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -184,11 +175,12 @@ class DeviceTimer:
         self._end.record()
 
     def seconds(self) -> float | None:
+        """None where the device has not got so far."""
         return self._start.elapsed_time(self._end) / 1000 if self._end.query() else None
 
 
 class HostTimer:
-    """The time on the host."""
+    """The same on the host."""
 
     def __init__(self) -> None:
         self._start = self._end = perf_counter()
@@ -215,12 +207,12 @@ class PromptChunks:
         self,
         most: int,
         limit: float | None,
-        new_timer: Callable[[], Timer] = DeviceTimer,
+        new_timer: Callable[[], DeviceTimer | HostTimer] = DeviceTimer,
         first: int | None = None,
     ) -> None:
         self.most, self._limit, self._new_timer = most, limit, new_timer
         self._size = most if first is None else min(first, most)
-        self._running: tuple[int, Timer] | None = None  # a chunk's tokens, and its time
+        self._running: tuple[int, DeviceTimer | HostTimer] | None = None  # a chunk's tokens, and its time
 
     def size(self) -> int:
         """Tokens of the next chunk, for which rows wait."""

@@ -207,20 +207,15 @@ def open_tokenizer(model: str | Path) -> Any:
         FileNotFoundError: no such model.
         OSError: the tokenizer cannot be read.
     """
+    from selfspec.loading import checkpoint
+    from selfspec.loading.gguf.file import GgufFile
+    from selfspec.loading.gguf.tokenizer import read_tokenizer
+
     source = find(str(model))
     with quiet():
-        return _read_tokenizer(source, str(model))
-
-
-def _read_tokenizer(source: str, name: str) -> Any:
-    from selfspec.loading import checkpoint
-
-    if is_gguf(source):
-        from selfspec.loading.gguf.file import GgufFile
-        from selfspec.loading.gguf.tokenizer import read_tokenizer
-
-        return read_tokenizer(GgufFile(Path(source), name))
-    return checkpoint.read_tokenizer(source, name)
+        if is_gguf(source):
+            return read_tokenizer(GgufFile(Path(source), str(model)))
+        return checkpoint.read_tokenizer(source, str(model))
 
 
 def check_precision(precision: str) -> Precision:

@@ -109,7 +109,6 @@ class Target:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.learner = None
-        self._file = None  # copies of the weights are in no file
         self._open()
 
     def _open(self) -> None:

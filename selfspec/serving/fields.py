@@ -31,70 +31,35 @@ NAMES = (
 )
 NEUTRAL = frozenset(NAMES.split())
 
-# They ask for what is not served: refused by name, but for null and these values, which ask for nothing.
-REFUSED: dict[str, tuple[Any, ...]] = {
-    # OpenAI's and Anthropic's
-    "access_programs": ([],),
-    "audio": (),
-    "background": (False,),
-    "background_options": (),
-    "best_of": (1,),
-    "container": (),
-    "context_management": ([],),
-    "conversation": (),
-    "function_call": ("none",),
-    "functions": ([],),
-    "image": (),
-    "max_tool_calls": (),
-    "mcp_servers": ([],),
-    "modalities": (["text"],),
-    "moderation": (),
-    "output_config": ({},),
-    "previous_response_id": (),
-    "speed": ("standard",),
-    "suffix": ("",),
-    "thinking": ({"type": "disabled"},),
-    "truncation": ("disabled",),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-    # vLLM's
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "chat_template": (),
-    "ec_transfer_params": (),
-    "kv_transfer_params": (),
-    "logits_processors": ([],),
-    "logprob_token_ids": (),
-    "mm_processor_kwargs": (),
-    "prompt_embeds": (),
-    "repetition_detection": (),
-    "return_prompt_text": (False,),
-    "thinking_token_budget": (-1,),
-    "use_beam_search": (False,),
-    "vllm_xargs": ({},),
-    "watermarking": (False,),
-    # llama-server's
-    "dry_multiplier": (0,),
-    "dynatemp_range": (0,),
-    "image_data": ([],),
-    "lora": ([],),
-    "min_keep": (0, 1),
-    "mirostat": (0,),
-    "n_cmpl": (1,),
-    "n_indent": (0,),
-    "n_predict": (-1,),
-    "n_probs": (0,),
-    "post_sampling_probs": (False,),
-    "repeat_penalty": (1,),
-    "response_fields": ([],),
-    "return_tokens": (False,),
-    "samplers": (),
-    "t_max_predict_ms": (0, -1),
-    "t_max_prompt_ms": (0, -1),
-    "top_n_sigma": (-1,),
-    "typical_p": (1,),
-    "xtc_probability": (0,),
-}
+# They ask for what is not served: refused by name, but for null and these values, which ask for nothing. By values.
+_NEUTRAL_VALUES: tuple[tuple[tuple[Any, ...], str], ...] = (
+    (
+        (),
+        "audio background_options container conversation image max_tool_calls moderation previous_response_id "
+        "web_search_options allowed_token_ids chat_template ec_transfer_params kv_transfer_params "
+        "logprob_token_ids mm_processor_kwargs prompt_embeds repetition_detection samplers",
+    ),
+    (
+        ([],),
+        "access_programs context_management functions mcp_servers bad_words logits_processors image_data lora "
+        "response_fields",
+    ),
+    ((0,), "dry_multiplier dynatemp_range mirostat n_indent n_probs xtc_probability"),
+    ((False,), "background return_prompt_text use_beam_search watermarking post_sampling_probs return_tokens"),
+    ((1,), "best_of n_cmpl repeat_penalty typical_p"),
+    ((-1,), "thinking_token_budget n_predict top_n_sigma"),
+    ((0, -1), "t_max_predict_ms t_max_prompt_ms"),
+    (({},), "output_config vllm_xargs"),
+    (("",), "suffix"),
+    (("disabled",), "truncation"),
+    (("medium",), "verbosity"),
+    (("none",), "function_call"),
+    (("standard",), "speed"),
+    ((0, 1), "min_keep"),
+    ((["text"],), "modalities"),
+    (({"type": "disabled"},), "thinking"),
+)
+REFUSED = {name: values for values, names in _NEUTRAL_VALUES for name in names.split()}
 INSTEAD = {  # what to do in place of a refused field
     "best_of": "send n, and choose among the answers",
     "chat_template": "start the server with --chat-template",

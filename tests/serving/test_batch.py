@@ -173,7 +173,7 @@ def test_parquet_in_and_out(run, folder, tmp_path):
 
 
 def process(folder, lines, output, *options):
-    command = [sys.executable, "-m", "selfspec.batch", folder, "--input", lines, "--output", output, *options]
+    command = [sys.executable, "-m", "selfspec", "batch", folder, "--input", lines, "--output", output, *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen([str(part) for part in command], cwd=ROOT, env=environment, stderr=subprocess.PIPE)
 
