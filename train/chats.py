@@ -1,19 +1,19 @@
-"""Conversations of one turn that `model.base` writes itself by `model.generate`, in batches."""
+"""Conversations of one turn that `model.base` writes itself, in batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from selfspec.learning.written import Sample, Task, Written
+from selfspec.errors import UnsupportedModelError
+from selfspec.learning.workload import write
+from selfspec.learning.written import Sample, Written
+from selfspec.llm import LLM
+from selfspec.loading.target import Target
 from train.config import TrainConfig
-from train.generate import continue_prompts
-from train.models import load_base
 from train.samples import UserTurn, Write, Writer, split
 
 FILE = "chats.jsonl"  # in run.output
@@ -30,15 +30,14 @@ def write_chats(config: TrainConfig, tokenizer: PreTrainedTokenizerFast, seconds
     """
 
     @cache
-    def model() -> Any:
-        loaded = load_base(config).eval()
-        return loaded.to("cuda", torch.bfloat16) if torch.cuda.is_available() else loaded
+    def target() -> Target:
+        dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+        try:
+            return LLM(config.model.base, dtype=dtype, exit_heads="none").target
+        except (OSError, UnsupportedModelError) as error:
+            raise ValueError(f"model.base {config.model.base!r} cannot be loaded: {error}") from error
 
-    def write(tasks: Sequence[Task], ends: Sequence[int]) -> Iterable[tuple[Task, list[int]]]:
-        prompts, counts, temperatures, seeds = zip(*tasks, strict=True)
-        return zip(tasks, continue_prompts(model(), prompts, max(counts), temperatures, seeds, ends), strict=True)
-
-    _chats(config, tokenizer, write, seconds)
+    _chats(config, tokenizer, lambda tasks, ends: write(target(), tasks, ends), seconds)
 
 
 def read_chats(config: TrainConfig, tokenizer: PreTrainedTokenizerFast) -> tuple[list[Sample], list[Sample]]:

@@ -1,7 +1,7 @@
 """Texts that a model writes itself after prompts, its own or others.
 
 A chat model's own prompts are user turns that it samples at temperature 1 after the beginning of one in its chat
-template. `Write` is who writes: `train.chats` by `model.generate`, which runs large batches on a bare GPU machine.
+template. `Write` is who writes.
 """
 
 from __future__ import annotations

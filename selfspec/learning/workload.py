@@ -89,14 +89,19 @@ def answer(target: Target, tasks: Sequence[Task], written: Written) -> list[Samp
     """
     missing = written.missing(tasks)
     if missing:
-        for task, tokens in _write(target, missing):
+        for task, tokens in write(target, missing):
             written.add(task, tokens)
     outputs = [(list(task.prompt), written.get(task)) for task in tasks]
     return [Sample(prompt + output, len(prompt)) for prompt, output in outputs if output]
 
 
-def _write(target: Target, tasks: Sequence[Task]) -> Iterator[tuple[Task, list[int]]]:
-    """Heads learn the model's own distribution, as no generation config changes it."""
+def write(target: Target, tasks: Sequence[Task], ends: Sequence[int] = ()) -> Iterator[tuple[Task, list[int]]]:
+    """Continue tasks together by plain decoding; outputs have the model's own distribution, which no generation config
+    changes.
+
+    Args:
+        ends: tokens that end an output, which has them, besides the model's own.
+    """
     split = target.refresh()
     longest = min(max(len(task.prompt) + task.limit for task in tasks), split.context_limit)
     pages: dict[str, Any] = {"max_num_cached_tokens": len(tasks) * (longest + -longest % PAGE_SIZE)}
@@ -104,7 +109,9 @@ def _write(target: Target, tasks: Sequence[Task]) -> Iterator[tuple[Task, list[i
     engine = LLMEngine(split, Plain(), defaults, max_num_seqs=len(tasks), final_only=True, **pages)
     try:
         for at, (prompt, count, temperature, seed) in enumerate(tasks):
-            params = SamplingParams(max_tokens=count, temperature=temperature, seed=seed, generation_config=False)
+            params = SamplingParams(
+                max_tokens=count, temperature=temperature, seed=seed, stop_token_ids=[*ends], generation_config=False
+            )
             engine.add_request(str(at), list(prompt), params)
         while engine.has_unfinished_requests():
             yield from [(tasks[int(done.request_id)], done.outputs[0].token_ids) for done in engine.step()]
