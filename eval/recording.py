@@ -198,13 +198,13 @@ class _Recorder:
             self.cache.release(owned)
 
     def draft(self, exit_layer: int, members: Any, rows: list[DraftRow], tokens: Tensor, into: Floats) -> None:
-        def choose(hidden: Tensor, live: list[int], step: int) -> tuple[Tensor, list[int]]:
+        def choose(hidden: Tensor, live: list[int], step: int) -> tuple[Tensor, list[int], list[int]]:
             logits = self.split.logits(hidden, exit_layer)
             positions = [rows[r].position + step + 1 for r in live]
             picks = self.picker(logits, [self.params] * len(live), positions, with_confidence=True)
             assert picks.confidences is not None
             into[members[live], step] = picks.confidences.numpy(force=True)
-            return picks.tokens, live
+            return picks.tokens, live, []
 
         draft_by_exit(self.split, self.cache, rows, tokens, exit_layer, choose)
 

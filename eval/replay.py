@@ -179,7 +179,7 @@ def _round(
         took.control, took.rest, between = overhead
     for outcome in outcomes:
         outcome.sequence.append(outcome)
-    drafted = any(outcome.num_drafted for outcome in outcomes)
+    drafted = any(outcome.num_drafted or outcome.withdrawn is not None for outcome in outcomes)
     made = RoundOutput(plan.exit_layer if drafted else None, outcomes, took, plan)
     done.rounds.append(made)
     done.seconds += took.total + between
@@ -194,6 +194,9 @@ def _seconds(plan: Plan, outcomes: abc.Sequence[RowRound], context: float, costs
     """Seconds of a round whose rows hold `context` tokens each."""
     drafted, copies = [o.num_drafted for o in outcomes], plan.draft_bits is not None
     took = StageSeconds(**costs.stages(plan.exit_layer, drafted, context, copies=copies))
+    num_withdrawn = sum(outcome.withdrawn is not None for outcome in outcomes)
+    if num_withdrawn and plan.exit_layer:
+        took.draft += costs.withdrawal(plan.exit_layer, num_withdrawn, context, copies=copies)
     if plan.shadow is not None:
         num_judged = sum(len(o.shadow.hits[0]) for o in outcomes if o.shadow is not None)
         took.shadow = costs.shadow(len(plan.shadow.layers), num_judged, plan.shadow.exact)

@@ -11,6 +11,7 @@ import json
 import zlib
 from collections import abc
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -23,6 +24,7 @@ from selfspec.core import Draft, Plan, RowRound, Sequence
 from selfspec.kernels.pick import num_accepted
 
 VERSION = 6  # of the file format
+WRONG_TOKEN = -1
 WRONG_STEPS = 17  # tokens recorded after a wrong one; 1 + WRONG_STEPS is the longest draft of any policy
 
 Floats = NDArray[np.float32]
@@ -146,11 +148,20 @@ def draft(sequence: Sequence, trace: Trace, at: int, plan: Plan, length: int) ->
     confidences = tuple(_confidences(trace, at, length, plan)) if plan.reads_confidence else ()
     if plan.reads_confidence and len(confidences) < length:
         raise ValueError(f"a draft continues for {length - accepted - 1} tokens after a wrong one, beyond the trace")
-    judged = min(accepted + 1, length)
+    verified = length - _withdraws(plan, confidences)
+    judged = min(accepted + 1, verified)
     divergences = tuple(trace.divergences[layer, at : at + judged].tolist()) if plan.keep_divergence else ()
-    made = _row_round(sequence, trace, at, length, accepted)
+    made = _row_round(sequence, trace, at, verified, min(accepted, verified))
     made.confidences, made.divergences = confidences, divergences
+    if verified < length:
+        made.withdrawn = trace.tokens[at + verified] if accepted == length else WRONG_TOKEN
     return made
+
+
+def _withdraws(plan: Plan, confidences: abc.Sequence[float]) -> bool:
+    """Whether the last token of a draft is not verified."""
+    stop = plan.stop
+    return stop is not None and prod([stop.calibration[confidence_bin(one)] for one in confidences]) < stop.keep
 
 
 def _row_round(sequence: Sequence, trace: Trace, at: int, drafted: int, accepted: int) -> RowRound:

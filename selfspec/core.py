@@ -182,8 +182,8 @@ class Plan:
     A plan ends early when a sequence ends, when its deadline has passed, and after the round with shadow picks. At
     least one round runs.
 
-    Both stop rules (`min_confidence`, `stop`) end a row's draft after a token. They never withdraw that token, which
-    would bias sampled output. Recorded rounds (CUDA) have no stop rules.
+    Both stop rules (`min_confidence`, `stop`) end a row's draft after a token; `stop` may withdraw that token, which
+    changes no output. Recorded rounds (CUDA) have no stop rules.
 
     Args:
         exit_layer: number of layers that draft. None: plain decoding. 0 (`LOOKUP`): every row drafts the tokens that
@@ -231,7 +231,7 @@ class RowRound:
     num_accepted: int  # drafted tokens among `token_ids`
     token_ids: list[int]  # new tokens: accepted drafts, then the target's own pick
     drafted: list[int] = field(default_factory=list)
-    confidences: tuple[float, ...] = ()  # of the drafted tokens, where the plan reads them
+    confidences: tuple[float, ...] = ()  # of the drafted tokens, the withdrawn one included, where the plan reads them
     divergences: tuple[float, ...] = ()  # KL(target || draft) in nats at the judged positions, where the plan asks
     shadow: ShadowPicks | None = None
     match_length: int = 0  # of a draft by lookup; of forced tokens, their number
@@ -239,6 +239,7 @@ class RowRound:
     logprobs: list[TokenLogprobs] | None = None  # of `token_ids`, where the request asks for them
     logits: Tensor | None = None  # [len(token_ids), vocab], where the request keeps them
     scores: Tensor | None = None
+    withdrawn: int | None = None  # a token drafted after `drafted`, of a row that was too unsure to verify it
     is_outside_vocab: bool = False  # the draft's vocabulary lacks the target's pick at the first rejection
     text: str | TextDelta = ""  # what became certain of the text
     finish_reason: FinishReason | None = None  # if the sequence ended in this round
@@ -255,7 +256,7 @@ class RowRound:
             self.logprobs = None if self.logprobs is None else self.logprobs[:num_kept]
         if num_kept < self.num_accepted:
             self.num_drafted = self.num_accepted = num_kept
-            self.is_outside_vocab = False
+            self.is_outside_vocab, self.withdrawn = False, None
             self.confidences = self.confidences[: self.num_drafted]
             self.divergences = self.divergences[: self.num_drafted]
 
@@ -268,6 +269,14 @@ class RowRound:
     def num_judged(self) -> int:
         """Judged tokens of the draft: the accepted ones, and the first rejected one."""
         return min(self.num_accepted + 1, self.num_drafted)
+
+    @property
+    def num_right(self) -> tuple[int, int]:
+        """Drafted tokens that are the target's picks, and those of which it is known: withdrawn ones are, too."""
+        accepted, place = self.num_accepted, self.num_drafted
+        if self.withdrawn is None or accepted < place or len(self.token_ids) <= place:
+            return accepted, self.num_judged
+        return accepted + (self.withdrawn == self.token_ids[place]), place + 1
 
 
 @dataclass(slots=True)

@@ -137,7 +137,7 @@ class Adversary(Schedule):
         shadow = ShadowPlan(layers, self.some(range(len(rows)), 0), dice.randint(1, 8), dice.random() < 0.5)
         made = replace(
             plan,
-            stop=dice.choice([None, SurvivalStop(rates, dice.random())]),
+            stop=dice.choice([None, SurvivalStop(rates, dice.random(), dice.choice([0, 0.3, 0.7]))]),
             keep_confidence=dice.random() < 0.5,
             keep_divergence=dice.random() < self.eager,
             shadow=shadow if dice.random() < 0.5 else None,
@@ -176,7 +176,9 @@ class Adversary(Schedule):
         elif plan.lookups is not None and plan.exit_layer != LOOKUP:
             assert row.num_drafted <= max(0, *plan.lookups.lengths[i])
         reads = plan.reads_confidence and exit_layer
-        assert len(row.confidences) == (row.num_drafted if reads else 0)
+        is_withdrawn = row.withdrawn is not None
+        assert len(row.confidences) == (row.num_drafted + is_withdrawn if reads else 0)
+        assert not is_withdrawn or (reads and plan.stop is not None and plan.stop.keep > 0)
         assert all(0 < confidence <= 1 for confidence in row.confidences)
         keeps = plan.keep_divergence and exit_layer
         least = row.num_judged if keeps else 0  # more where an end cut the tokens

@@ -388,7 +388,8 @@ class Adaptive(Policy):
             self._observe_draft(plan, exit_layer, outcomes)
             self._is_evidence_new = True
             drafter, length = (plan.draft_vocab, plan.draft_bits), round(num_drafted / max(1, len(outcomes)))
-            times.add_draft(drafter, exit_layer, length, min(took, MOST_OFF * (plain + self.ledger.layers_price)))
+            if length == 0 or all(outcome.withdrawn is None for outcome in outcomes):
+                times.add_draft(drafter, exit_layer, length, min(took, MOST_OFF * (plain + self.ledger.layers_price)))
         for outcome in outcomes:
             if outcome.shadow is not None:
                 self.tracker.add_shadow(outcome.shadow)
@@ -404,8 +405,8 @@ class Adaptive(Policy):
         judged = []
         for outcome in outcomes:
             # A target token outside the draft vocabulary is counted in the vocabulary's coverage, not as a miss.
-            counted = outcome.num_accepted if outcome.is_outside_vocab else outcome.num_judged
-            judged.append((outcome.num_accepted, outcome.confidences[:counted]))
+            right, known = outcome.num_right
+            judged.append((right, outcome.confidences[: right if outcome.is_outside_vocab else known]))
         if plan.draft_bits is not None and self.tracker.num_lasting(exit_layer) >= MIN_PICKS:
             if plan.stop is not None:
                 covered = self._agreement.ratios()[exit_layer - 1]

@@ -197,6 +197,13 @@ class Costs:
         whole = between_rows(steps, num_rows, exit_layer) - (1 - draft_share) * head(num_rows)
         return max(0.0, whole) + exit_layer / self.num_layers * self.reading(num_rows, context)
 
+    def withdrawal(
+        self, exit_layer: int, num_rows: int, context: float = CONTEXT, draft_share: float = 1.0, copies: bool = False
+    ) -> float:
+        """Seconds that a further drafted token per row, which is not verified, adds to a round."""
+        without = 0.0 if copies else self.step(exit_layer, num_rows, context, 0.0)  # layers run over the last token
+        return self.step(exit_layer, num_rows, context, draft_share, copies) - without
+
     def verify(self, exit_layer: int, num_rows: int, num_tokens: float, context: float = CONTEXT) -> float:
         """Seconds of the layers from `exit_layer` on, head and picks over `num_tokens` tokens in all."""
         width, share = num_tokens / num_rows, 1 - exit_layer / self.num_layers

@@ -61,10 +61,14 @@ class SurvivalStop(NamedTuple):
     A row's survival is the estimated probability that all its drafted tokens are accepted: the product of
     `calibration` at their confidences. All rows of a batch continue while their mean survival is at least `least`,
     since a pass over all rows takes nearly the same time as one over some of them.
+
+    A row whose survival is below `keep` withdraws its last token: verifying it would take more than it is worth. The
+    target's pick there is known all the same where the tokens before are accepted.
     """
 
     calibration: tuple[float, ...]  # acceptance rate by confidence bin
     least: float
+    keep: float = 0.0
 
     def goes_on(self, survivals: abc.Sequence[float]) -> bool:
         """Whether the rows that are still drafting draft one more token."""

@@ -84,7 +84,8 @@ class Candidates:
     """The rounds that layers may draft, and their expected tokens per second.
 
     Model of a single row's draft: it continues while confidences are above a bound, up to a maximum length, and ends
-    after the first token below; confidences are independent. Model of several rows, and of recorded rounds, which take
+    after the first token below, which is verified where that is worth its time; confidences are independent. Model of
+    several rows, and of recorded rounds, which take
     no less time where a draft stops early: all drafts have the same length.
 
     Args:
@@ -119,10 +120,14 @@ class Candidates:
         self.has_refused = False
         self._ledger = ledger
         self.seconds = np.array([times.drafts(drafter) for drafter in drafters])
-        """`[drafters, L - 1, MOST + 1]`: seconds of rounds in which every row drafts 0, 1, .., `MOST` tokens."""
+        """`[drafters, L - 1, MOST + 1]`: seconds of rounds in which every row verifies 0, 1, .., `MOST` drafts."""
+        self._verified = np.maximum(self.seconds[:, :, 1] - self.seconds[:, :, 0], 0.0)
+        withdraws = self.num_rows == 1 and self.stops_early
+        self.keep: Floats = self._verified / self.plain_seconds * withdraws
+        """`[drafters, L - 1]`: drafted tokens with a lower acceptance rate are withdrawn; 0: all are verified."""
 
     def rates(self, right: Floats, share: Floats, coverages: Floats) -> tuple[Floats, Floats]:
-        """Tokens per second of all rows, `[drafters, L - 1, stops]`, and drafted tokens per row, `[L - 1, stops]`.
+        """Tokens per second of all rows and drafted tokens per row, `[drafters, L - 1, stops]`.
 
         For one row a stop is a confidence bin with a maximum length in `CAPS`; else (see the class) it is a length.
 
@@ -137,20 +142,19 @@ class Candidates:
             kept = 1 + np.add.accumulate(acceptance**_LENGTHS, 2)
             rounds = seconds[:, :, 1:]
             rates = self._affordable(kept * self._is_allowed, rounds, rounds, 1 + _LENGTHS)
-            return rates, np.tile(_LENGTHS, (len(share), 1))
-        # P(confidence above the bound), P(above and accepted) for each drafter: [1 + drafters, L - 1, bins]
-        likely = np.concatenate((share[None], drafted_right))
-        above = np.minimum(np.add.accumulate(likely[:, :, ::-1], 2)[:, :, ::-1], 1 - 1e-6)
+            return rates, np.tile(_LENGTHS, (*rates.shape[:2], 1))
+        # P(confidence above the bound), P(above and accepted) of tokens that are verified: [2, drafters, L - 1, bins]
+        is_kept = right * coverages[:, :, None] >= self.keep[:, :, None]
+        likely = np.stack((share * is_kept, drafted_right * is_kept))
+        above = np.minimum(np.add.accumulate(likely[..., ::-1], 3)[..., ::-1], 1 - 1e-6)
         # Expected tokens of a draft up to its stop, and expected accepted ones.
-        expected = ((1 - above[..., None] ** _CAPS) / (1 - above[..., None])).reshape(len(above), len(share), -1)
-        drafted, kept = expected[0], expected[1:]
-        low, rounds = drafted.astype(np.int64), np.empty(kept.shape)  # below `MOST`
-        at = low + np.arange(0, len(share) * (MOST + 1), MOST + 1)[:, None]
-        for line, of_drafter in zip(rounds, seconds, strict=True):
-            below, beyond = of_drafter.take(at), of_drafter.take(at + 1)
-            line[:] = below + (drafted - low) * (beyond - below)
+        drafted, kept = ((1 - above[..., None] ** _CAPS) / (1 - above[..., None])).reshape(*above.shape[:3], -1)
+        low = drafted.astype(np.int64)  # below `MOST`
+        below, beyond = (np.take_along_axis(seconds, at, 2) for at in (low, low + 1))
+        withdrawn = 1 - np.minimum(likely[0].sum(2), 1)
+        rounds = below + (drafted - low) * (beyond - below) - (self._verified * withdrawn)[:, :, None] * drafted
         most = np.tile(CAPS, NUM_BINS)  # a draft may go on to its maximum
-        return self._affordable(1 + above[1:, :, :1] * kept, rounds, seconds[:, :, most], 1 + most), drafted
+        return self._affordable(1 + above[1, ..., :1] * kept, rounds, seconds[:, :, most], 1 + most), drafted
 
     def _affordable(self, kept: Floats, rounds: Floats, longest: Floats, most: Floats) -> Floats:
         """Tokens per second, 0 where a stake is exceeded.
@@ -200,8 +204,9 @@ def decide(now: Decision, candidates: Candidates, layers: Sequence[int], evidenc
     rates, drafted = candidates.rates(evidence.right, evidence.share, coverages)
     expected = np.maximum.reduce(rates, 2)
     margin = 0.0 if candidates.stops_early else RECORD_MARGIN
-    at, exit_layer = _choose(now, margin, candidates.num_rows, drafters, layers, expected, evidence)
-    line, plain = exit_layer - 1, candidates.num_rows / candidates.plain_seconds
+    plain = candidates.num_rows / candidates.plain_seconds
+    at, exit_layer = _choose(now, margin, candidates.num_rows, drafters, layers, expected, plain, evidence)
+    line = exit_layer - 1
     best = float(expected[at, line])
     if best <= plain:
         return Decision(plain, best / plain)
@@ -210,7 +215,7 @@ def decide(now: Decision, candidates: Candidates, layers: Sequence[int], evidenc
         before = now.most - 1
         if rates[at, line, stop] < (1 + margin) * rates[at, line, before]:
             stop = before
-    rate, length = float(rates[at, line, stop]), float(drafted[line, stop])
+    rate, length = float(rates[at, line, stop]), float(drafted[at, line, stop])
     right = tuple((evidence.right[line] * coverages[at, line]).tolist())
     drafting = _drafting(exit_layer, at, rate, length, right, candidates, evidence)
     return drafting._replace(usual=best, speedup=best / plain, stake=float(candidates.stakes[at, line, stop]))
@@ -223,6 +228,7 @@ def _choose(
     drafters: Sequence[Drafter],
     layers: Sequence[int],
     expected: Floats,
+    plain: float,
     evidence: Evidence,
 ) -> tuple[int, int]:
     """The index of the drafter, and the exit layer."""
@@ -233,7 +239,8 @@ def _choose(
             line[evidence.seen < MIN_SEEN] = 0
         if drafter.deepest is not None:
             line[drafter.deepest :] = 0
-    at, line = divmod(int(weighted.argmax()), weighted.shape[1])
+    faster = weighted * (expected > plain)  # the prior of a slower layer does not stand against these
+    at, line = divmod(int((faster if faster.any() else weighted).argmax()), weighted.shape[1])
     present = [i for i, drafter in enumerate(drafters) if drafter.key == now.drafter.key]
     if margin and now.exit_layer is not None and present:
         before = present[0], now.exit_layer - 1
@@ -276,9 +283,10 @@ def _drafting(
     value = rate / max(acceptance, 1e-6)  # of a second, in survival
     least, most = value * _one_more(rounds, length, rows), MOST
     if least > acceptance ** (MIN_LENGTH_SHARE * length):  # costs have steps: use the average cost of a token
-        least, most = min(least, value * _each_of(rounds, length, rows)), max(1, math.ceil(length))
+        each = _each_of(rounds, length, rows, candidates.plain_seconds)
+        least, most = min(least, value * each), max(1, math.ceil(length))
     return decision._replace(
-        stop=SurvivalStop(right, least),
+        stop=SurvivalStop(right, least, float(candidates.keep[at, line])),
         most=min(most, max(UNKNOWN, int(evidence.seen[line] + 1e-6))),
     )
 
@@ -289,7 +297,7 @@ def _one_more(rounds: Sequence[float], drafted: float, num_rows: int) -> float:
     return (rounds[at + 2] - rounds[at]) / 2 / num_rows
 
 
-def _each_of(rounds: Sequence[float], drafted: float, num_rows: int) -> float:
+def _each_of(rounds: Sequence[float], drafted: float, num_rows: int, plain: float) -> float:
     """Average seconds per row and drafted token of such a round."""
     count = min(MOST, max(1, math.ceil(drafted)))
-    return (rounds[count] - rounds[0]) / count / num_rows
+    return (rounds[count] - plain) / count / num_rows

@@ -113,13 +113,18 @@ class Times:
         return self.plain_seconds * np.concatenate(((1.0,), relative))
 
     def drafts(self, drafter: Drafter) -> Floats:
-        """Seconds of rounds that layers draft, `[L - 1, MOST + 1]`, by exit layer and drafted tokens per row."""
+        """Seconds of rounds that layers draft, `[L - 1, MOST + 1]`, by exit layer and verified drafts per row.
+
+        Where none is verified, the only one is withdrawn.
+        """
         relative = self._calibrated_drafts(drafter) / self._calibrated_plain
         if drafter.key in self._drafts:
             ratios, readings = self._drafts[drafter.key].now()
             expected = readings * relative
             of_layer = _factor(ratios.sum(1), expected.sum(1), _factor(ratios, expected))
             relative = (ratios + CALIBRATED * relative * of_layer[:, None]) / (readings + CALIBRATED)
+        judging = drafter.share * self._costs.head(self.num_rows) / self._calibrated_plain
+        relative[:, 0] = np.maximum(relative[:, 0], 1 + judging)  # all of a plain round, and the draft's head
         return self.plain_seconds * relative
 
     def _calibrated_lookups(self) -> Floats:
@@ -148,22 +153,23 @@ class Times:
 
 
 def _terms(costs: Costs, rows: int, copies: bool) -> Floats:
-    """The terms of calibrated rounds, `[4, L - 1, MOST + 1]`, by exit layer and drafted tokens per row.
+    """The terms of calibrated rounds, `[4, L - 1, MOST + 1]`, by exit layer and verified drafts per row.
 
     Fixed seconds; seconds of the draft's heads over the whole vocabulary; passes over all layers of one token per row,
     and of one further token per row.
     """
     layers, drafted = costs.num_layers, np.arange(MOST + 1)
+    steps = np.maximum(drafted, 1)
     exits = np.arange(1, layers)[:, None]
     head = costs.copies.head if copies and costs.copies is not None else costs.head
     bare = np.array([[costs.step(e, rows, draft_share=0.0, copies=copies)] for e in range(1, layers)])
     whole = np.array([costs.verify(LOOKUP, rows, rows * (1 + n)) for n in range(MOST + 1)])
     judging = np.minimum(whole, [costs.head(rows * (1 + n)) for n in range(MOST + 1)])
     verified = np.ones((layers - 1, 1)) if copies else 1 - exits / layers
-    passes = drafted if copies else drafted + 1  # copies do not run over the last drafted token
+    passes = steps if copies else drafted + 1  # copies do not run over the last drafted token
     terms = np.empty((4, layers - 1, MOST + 1))
     terms[0] = passes * bare + verified * (whole - judging) + judging
-    terms[1] = drafted * head(rows)
+    terms[1] = steps * head(rows)
     terms[2] = passes * exits / layers + verified
     terms[3] = verified * drafted
     return terms

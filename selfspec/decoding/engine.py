@@ -301,7 +301,8 @@ class LLMEngine:
             if row.sequence.is_finished:
                 self._num_wasted += len(row.token_ids)
                 continue
-            if vocabulary is not None and round_.exit_layer and row.num_accepted < row.num_drafted:
+            num_drafted = row.num_drafted + (row.withdrawn is not None)
+            if vocabulary is not None and round_.exit_layer and row.num_accepted < num_drafted:
                 row.is_outside_vocab = row.token_ids[row.num_accepted] not in vocabulary.members
             try:
                 self._emit(row)

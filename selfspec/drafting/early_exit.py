@@ -40,8 +40,8 @@ class PackedDraft(NamedTuple):
         return self.hidden is self.tokens
 
 
-# (hidden states [R, hidden_size], their rows, draft step) -> (picks [R], rows that continue)
-PickDraft = Callable[[Tensor, list[int], int], tuple[Tensor, list[int]]]
+# (hidden states [R, hidden_size], their rows, draft step) -> (picks [R], rows that continue, rows that withdraw theirs)
+PickDraft = Callable[[Tensor, list[int], int], tuple[Tensor, list[int], list[int]]]
 
 
 def draft_by_exit(
@@ -76,10 +76,14 @@ def draft_by_exit(
             break
         if len(going) < len(live):
             hidden = hidden[tensor_of([live.index(r) for r in going], hidden.device)]
-        tokens, kept = choose(hidden, going, step)
+        tokens, kept, withdrawn = choose(hidden, going, step)
         for r in set(going).difference(kept):
             lengths[r] = step + 1  # the token just drafted still runs through the early layers, in the next step
         live = going
+        if withdrawn:
+            live = [r for r in going if r not in withdrawn]
+            tokens = tokens[tensor_of([going.index(r) for r in live], tokens.device)]
+            lengths = [step if r in withdrawn else length for r, length in enumerate(lengths)]
     return _row_major(steps, len(rows))
 
 

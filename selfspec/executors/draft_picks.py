@@ -36,9 +36,10 @@ class DraftPicker:
         self._masks = any(row.grammar is not None for row in rows)
         self._survival = [1.0] * len(rows)
         self.confidences: list[list[float]] = [[] for _ in rows]
+        self.withdrawn: dict[int, int] = {}  # by row: the token that it drafted last and does not verify
         self.logits: list[list[Tensor]] = [[] for _ in rows]  # [vocab] per drafted token, where divergences are asked
 
-    def __call__(self, hidden: Tensor, members: list[int], step: int) -> tuple[Tensor, list[int]]:
+    def __call__(self, hidden: Tensor, members: list[int], step: int) -> tuple[Tensor, list[int], list[int]]:
         self._seconds.lap("draft")
         rows = [self._rows[i] for i in members]
         logits, tokens = self._logits(hidden, members)
@@ -65,7 +66,7 @@ class DraftPicker:
             for i, one in zip(members, logits, strict=True):
                 self.logits[i].append(one)
         self._seconds.lap("pick")
-        return picks, going
+        return picks, going, self._withdraw(picks, members, going)
 
     def _logits(self, hidden: Tensor, members: list[int]) -> tuple[Tensor, Subset | None]:
         """The exit's logits, of the whole vocabulary or of the part of it that the plan drafts over."""
@@ -82,7 +83,7 @@ class DraftPicker:
         return split.subset_logits(changed, None, part), Subset(part.tokens, split.vocab_size)
 
     def _continuing(self, confidences: list[float], members: list[int]) -> list[int]:
-        """The rows that go on after this token; the token itself is never withdrawn."""
+        """The rows that go on after this token."""
         plan = self._plan
         for i, confidence in zip(members, confidences, strict=True):
             self.confidences[i].append(confidence)
@@ -91,3 +92,14 @@ class DraftPicker:
                 self._survival[i] *= plan.stop.calibration[confidence_bin(confidence)]
             return members if plan.stop.goes_on([self._survival[i] for i in members]) else []
         return [i for i, confidence in zip(members, confidences, strict=True) if confidence >= plan.min_confidence]
+
+    def _withdraw(self, picks: Tensor, members: list[int], going: list[int]) -> list[int]:
+        """The rows whose draft ends with this token and that do not verify it."""
+        stop, lengths = self._plan.stop, self._plan.draft_lengths
+        if stop is None:
+            return []
+        ended = [i for i in members if i not in going or len(self.confidences[i]) == lengths[i]]
+        withdrawn = [i for i in ended if self._survival[i] < stop.keep]
+        for i in withdrawn:
+            self.withdrawn[i] = int(picks[members.index(i)])
+        return withdrawn

@@ -55,8 +55,8 @@ class EagerExecutor(Executor):
         seconds.lap("pick")
         draft.add_matches(outputs)
         if chooser is not None and plan.reads_confidence:
-            for output, confidences in zip(outputs, chooser.confidences, strict=True):
-                output.confidences = tuple(confidences)
+            for at, (output, confidences) in enumerate(zip(outputs, chooser.confidences, strict=True)):
+                output.confidences, output.withdrawn = tuple(confidences), chooser.withdrawn.get(at)
         if chooser is not None and plan.keep_divergence:
             add_divergences(outputs, chooser.logits, scores)
         taps: list[Tensor] = []
@@ -69,7 +69,8 @@ class EagerExecutor(Executor):
             seconds.lap("shadow")
         if states is not None:
             keep_finals(outputs, hidden, [span.length for span in spans])
-        return RoundOutput(plan.exit_layer if any(drafted.lengths) else None, outputs, seconds)
+        has_drafted = any(drafted.lengths) or (chooser is not None and bool(chooser.withdrawn))
+        return RoundOutput(plan.exit_layer if has_drafted else None, outputs, seconds)
 
     def _draft(
         self,

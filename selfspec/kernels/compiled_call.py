@@ -92,7 +92,7 @@ class Stop(Structure):
     """When rows stop drafting: `cpu/drafting.h`."""
 
     _fields_ = (
-        *_all("min_confidence least", c_double),
+        *_all("min_confidence least keep", c_double),
         *_all("edges calibration", c_void_p),
         *_all("num_edges", c_int64),
     )
@@ -111,7 +111,7 @@ class DraftArgs(Structure):
         *_all("stop", Stop),
         *_all("counts tokens confidences hidden taken noise", c_void_p),
         *_all("num_kept", c_int64),
-        *_all("histories places grammars", c_void_p),
+        *_all("histories places grammars num_verified", c_void_p),
     )
 
 

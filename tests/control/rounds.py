@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -242,14 +243,22 @@ def decode(policy, costs, all_texts, true_costs=None):
                 text, at = all_texts[row.seq_id], places[row.seq_id]
                 hits = text.hits[plan.exit_layer - 1, at : at + n] if n else np.ones(0, bool)
                 accepted = n if hits.all() else int(hits.argmin())
+                withdrawn = None
+                if n and withdraws(plan, confidences[i]):
+                    n = drafted[i] = n - 1
+                    withdrawn, accepted = int(accepted <= n), min(accepted, n)
                 shadow = None
                 if plan.shadow is not None and i in plan.shadow.rows:
                     judged = min(accepted + 1, plan.shadow.max_columns)
                     shadow = shadow_of(text, plan.shadow.layers, at, at + judged)
-                outcomes.append(row_round(row, n, accepted, tuple(confidences[i]), shadow=shadow))
-            exit_layer = plan.exit_layer if any(drafted) else None
+                given = {"shadow": shadow, "withdrawn": withdrawn}
+                outcomes.append(row_round(row, n, accepted, tuple(confidences[i]), **given))
+            num_withdrawn = sum(one.withdrawn is not None for one in outcomes)
+            exit_layer = plan.exit_layer if any(drafted) or num_withdrawn else None
             context = sum(row.num_tokens for row in rows) / len(rows)
             took = StageSeconds(**true_costs.stages(exit_layer, drafted, context))
+            if num_withdrawn:
+                took.draft += true_costs.withdrawal(exit_layer, num_withdrawn, context)
             judged = [one.shadow.hits.size for one in outcomes if one.shadow is not None]
             took.shadow = true_costs.shadow(1, sum(judged))
             rounds.append(RoundOutput(exit_layer, outcomes, took, plan))
@@ -289,6 +298,12 @@ def draft(plan, rows, all_texts, places, rng):
             break
         live = [i for i in live if drafted[i] < lengths[i] and confidences[i][-1] >= plan.min_confidence]
     return drafted, confidences
+
+
+def withdraws(plan, confidences):
+    """Whether the last token of a draft is not verified. Right tokens are 0, wrong ones 1."""
+    stop = plan.stop
+    return stop is not None and prod(stop.calibration[confidence_bin(one)] for one in confidences) < stop.keep
 
 
 def shadow_of(text, layers, start, stop):

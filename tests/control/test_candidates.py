@@ -37,7 +37,10 @@ def test_tokens_per_second_of_a_stop_are_what_adding_up_all_drafts_gives(seed, b
     right, share = np.sort(rng.random((LAYERS - 1, NUM_BINS)), 1), rng.random((LAYERS - 1, NUM_BINS))
     share /= share.sum(1, keepdims=True)
     costs, line = even_costs(), exit_layer - 1
-    [rates], drafted = Candidates(costs, times_of(costs, 1)).rates(right, share, ALL)
+    candidates = Candidates(costs, times_of(costs, 1))
+    [rates], [drafted] = candidates.rates(right, share, ALL)
+    verified = right[line] >= candidates.keep[0, line]  # others end the draft and are withdrawn
+    withdrawn, share = share[line, ~verified].sum(), share * verified
     on, also_right = share[line, bin_:].sum(), (share * right)[line, bin_:].sum()
     chance, expected, kept = 1.0, 0.0, 0.0
     for length in range(1, cap + 1):  # the chance that a draft has this many tokens, and that so many are right
@@ -50,7 +53,22 @@ def test_tokens_per_second_of_a_stop_are_what_adding_up_all_drafts_gives(seed, b
     low, part = int(expected), expected - int(expected)
     fixed = [costs.round(exit_layer, [n]) for n in (low, min(low + 1, MOST))] if low else None
     if fixed is not None:
-        assert (1 + kept) / rates[line, stop] == pytest.approx(fixed[0] + part * (fixed[1] - fixed[0]), rel=1e-3)
+        one = costs.round(exit_layer, [1]) - costs.round(exit_layer, [0]) - costs.withdrawal(exit_layer, 1)
+        seconds = fixed[0] + part * (fixed[1] - fixed[0]) - expected * withdrawn * one
+        assert (1 + kept) / rates[line, stop] == pytest.approx(seconds, rel=1e-3)
+
+
+def test_tokens_that_do_not_pay_for_their_verification_are_withdrawn():
+    costs, line = even_costs(), 1
+    candidates = Candidates(costs, times_of(costs, 1))
+    right = np.full((LAYERS - 1, NUM_BINS), 0.9)
+    share = np.full((LAYERS - 1, NUM_BINS), 1 / NUM_BINS)
+    right[:, : NUM_BINS // 2] = 0.5 * candidates.keep[0, line]
+    [rates], _ = candidates.rates(right, share, ALL)
+    candidates.keep[:] = 0
+    [whole], _ = candidates.rates(right, share, ALL)
+    assert rates[line].max() > 1.02 * whole[line].max()
+    assert not Candidates(costs, times_of(costs, 4)).keep.any(), "a round of several rows has one length"
 
 
 @given(st.integers(1, LAYERS - 1), st.integers(0, MOST), st.sampled_from([1, 4]), contexts)
@@ -58,6 +76,9 @@ def test_rounds_take_what_costs_say(exit_layer, drafted, rows, context):
     costs = with_dear_contexts(even_costs())
     times = times_of(costs, rows, context)
     expected = costs.round(exit_layer, [drafted] * rows, context)
+    if not drafted:  # a withdrawn one
+        least = costs.plain_round(rows, context) + costs.head(rows)
+        expected = max(expected + costs.withdrawal(exit_layer, rows, context), least)
     assert times.drafts(BY_LAYERS)[exit_layer - 1, drafted] == pytest.approx(expected)
     assert times.plain_seconds == pytest.approx(costs.plain_round(rows, context))
 

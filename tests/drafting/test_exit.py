@@ -23,13 +23,15 @@ def prefilled(split, prompts):
 
 
 @torch.inference_mode()
-def drafted(split, prompts, lengths, stop_at=()):
-    """Greedy drafts; `stop_at`: (row, step) pairs after which a row stops."""
+def drafted(split, prompts, lengths, stop_at=(), withdraw_at=()):
+    """Greedy drafts; `stop_at`: (row, step) pairs after which a row stops; `withdraw_at`: those it then withdraws."""
     calls = []
 
     def choose(hidden, members, step):
         calls.append((members, step))
-        return split.logits(hidden, EXIT).argmax(-1), [r for r in members if (r, step) not in stop_at]
+        going = [r for r in members if (r, step) not in stop_at]
+        withdrawn = [r for r in members if (r, step) in withdraw_at]
+        return split.logits(hidden, EXIT).argmax(-1), going, withdrawn
 
     rows = [DraftRow([i], len(prompt) - 1, n) for i, (prompt, n) in enumerate(zip(prompts, lengths, strict=True))]
     last = torch.tensor([prompt[-1] for prompt in prompts])
@@ -72,3 +74,12 @@ def test_a_row_that_stops_keeps_the_token_it_has_just_drafted():
     assert calls == [([0, 1, 2], 0), ([0, 2], 1), ([0, 2], 2), ([2], 3)]
     assert stopped.lengths == [3, 1, 4]
     assert torch.equal(stopped.tokens, whole.tokens)
+
+
+def test_a_row_that_withdraws_its_last_token_drafts_one_token_less():
+    prompts, unsure = make_prompts([7, 3, 12]), {(0, 2), (1, 0), (2, 3)}
+    withdrawn, calls = drafted(tiny("llama").split, prompts, (4, 4, 4), unsure, unsure)
+    whole, _ = drafted(tiny("llama").split, prompts, (2, 0, 3))
+    assert calls == [([0, 1, 2], 0), ([0, 2], 1), ([0, 2], 2), ([2], 3)]
+    assert withdrawn.lengths == [2, 0, 3] and torch.equal(withdrawn.tokens, whole.tokens)
+    torch.testing.assert_close(withdrawn.hidden, whole.hidden)

@@ -28,6 +28,7 @@ class StopRule(NamedTuple):
     edges: Sequence[float] = ()  # bounds between confidence bins
     calibration: Sequence[float] | None = None  # acceptance rate by confidence bin; None: each row stops on its own
     least: float = 0.0  # rows continue while their mean survival is at least this
+    keep: float = 0.0  # a row's last token is withdrawn where its survival is less
 
 
 class Drafter(NamedTuple):
@@ -68,7 +69,8 @@ class RowResult(NamedTuple):
 
     drafted: list[int]
     token_ids: list[int]  # new tokens: accepted drafts, then the target's own pick
-    confidences: list[float]  # of the drafted tokens; empty where they are not reported
+    confidences: list[float]  # of the drafted tokens, the withdrawn one included; empty where they are not reported
+    withdrawn: int | None  # a token drafted after them that was not verified
     match_length: int  # of a draft by lookup, else 0
     source: int  # of such a draft: one of `selfspec.control.plan.SOURCES`
     logprobs: list[TokenLogprobs] | None = None  # of `token_ids`, if the row requests them
@@ -305,7 +307,8 @@ class Buffers:
             own_confidences = confidences[first : first + drafted[at]] if with_confidence else []
             row_logprobs = None if logprobs is None else logprobs.read(at, token_ids)
             drafted_tokens = tokens[first : first + length]
-            rows.append(RowResult(drafted_tokens, token_ids, own_confidences, match, source, row_logprobs))
+            withdrawn = tokens[first + length] if drafted[at] > length else None
+            rows.append(RowResult(drafted_tokens, token_ids, own_confidences, withdrawn, match, source, row_logprobs))
         results = []
         for at in range(num_rounds):
             row, step = at * count, at * 3 * max_draft
@@ -321,7 +324,8 @@ def stop_struct(rule: StopRule) -> tuple[c.Stop, Any]:
     """The structure of a stop rule, and the arrays that it points to, which the caller keeps as long."""
     edges, calibration = doubles(rule.edges), None if rule.calibration is None else doubles(rule.calibration)
     place = None if calibration is None else ctypes.addressof(calibration)
-    return c.Stop(rule.min_confidence, rule.least, ctypes.addressof(edges), place, len(edges)), (edges, calibration)
+    bounds = rule.min_confidence, rule.least, rule.keep
+    return c.Stop(*bounds, ctypes.addressof(edges), place, len(edges)), (edges, calibration)
 
 
 def doubles(values: Sequence[float]) -> ctypes.Array[ctypes.c_double]:

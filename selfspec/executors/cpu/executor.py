@@ -252,7 +252,7 @@ class CpuExecutor(Executor):
         for result in results:
             _add_stages(seconds, result, overhead)
             is_found = any(row.match_length for row in result.rows)
-            has_drafted = any(row.drafted for row in result.rows)
+            has_drafted = any(row.drafted or row.withdrawn is not None for row in result.rows)
             exit_layer = LOOKUP if is_found else plan.exit_layer if has_drafted else None
             outputs = [_row_round(*pair) for pair in zip(rows, result.rows, strict=True)]
             yield RoundOutput(exit_layer, outputs, seconds)
@@ -294,13 +294,13 @@ def _may_ban_all_tokens(row: Sequence, vocab_size: int) -> bool:
 def _stop_rule(min_confidence: float, stop: SurvivalStop | None) -> StopRule:
     if stop is None:
         return StopRule(min_confidence)
-    return StopRule(0.0, CONFIDENCE_EDGES, stop.calibration, stop.least)
+    return StopRule(0.0, CONFIDENCE_EDGES, *stop)
 
 
 def stop_rule_of(plan: Plan) -> StopRule:
     """The compiled form of a plan's stop rules. Equal rules give the same object, so that buffers write it once."""
     stop = plan.stop
-    return _stop_rule(plan.min_confidence, stop and SurvivalStop(tuple(stop.calibration), stop.least))
+    return _stop_rule(plan.min_confidence, stop and stop._replace(calibration=tuple(stop.calibration)))
 
 
 def _add_stages(seconds: StageSeconds, result: RoundResult, overhead: float) -> None:
@@ -322,6 +322,7 @@ def _row_round(sequence: Sequence, row: RowResult) -> RowRound:
         row.token_ids,
         drafted,
         tuple(row.confidences),
+        withdrawn=row.withdrawn,
         match_length=row.match_length,
         source=row.source,
         logprobs=row.logprobs,

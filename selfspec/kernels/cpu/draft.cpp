@@ -114,5 +114,6 @@ void selfspec_draft(const Model* m, const Layer* layers, int64_t num_layers, con
         double *taken = d.taken + 3 * step, end = now();
         taken[0] = between - start, taken[1] = headed - between, taken[2] = end - headed;
     }
+    for (int64_t r = 0; r < rows; r++) d.num_verified[r] = d.counts[r] - (d.counts[r] && survival[r] < d.stop.keep);
 }
 }

@@ -8,9 +8,10 @@
 #include "penalties.h"
 
 // When rows stop drafting, see `selfspec.control.plan`. With `calibration`, all rows stop when their mean survival
-// falls below `least`. Without it, each row stops after a token whose confidence is below `min_confidence`.
+// falls below `least`, and the last token of a row is withdrawn, not verified, where its survival is below `keep`.
+// Without it, each row stops after a token whose confidence is below `min_confidence`.
 struct Stop {
-    double min_confidence, least;
+    double min_confidence, least, keep;
     const double *edges, *calibration;  // bounds between confidence bins; acceptance rate by bin, or null
     int64_t num_edges;
 };
@@ -38,6 +39,7 @@ struct DraftArgs {
     // place of each token among the head's outputs, see `Prefix`; null: whole vocabulary
     const int32_t* places;
     Grammars* grammars;  // null: no row has one, else drafts are over the whole vocabulary
+    int64_t* num_verified;  // out: [num_rows]: `counts` without withdrawn tokens
 };
 
 static inline double now() {

@@ -144,7 +144,7 @@ class Run {
     void charge(double seconds) {
         int64_t rows = d.num_rows;
         double gained = 0;
-        if (std::any_of(v.counts, v.counts + rows, [](int64_t drafted) { return drafted != 0; })) {
+        if (v.exit_layer || std::any_of(v.counts, v.counts + rows, [](int64_t drafted) { return drafted != 0; })) {
             double kept = double(std::accumulate(v.num_emitted, v.num_emitted + rows, int64_t(0))) / double(rows);
             if (!p.has_waiting) {
                 for (int64_t r = 0; r < rows; r++) p.leads[r] += v.num_emitted[r];

@@ -32,9 +32,9 @@ class Floats {
     float* get() const { return first; }
 };
 
-// The new tokens of a round, row after row; firsts [num_rows + 1]: offset of each row's tokens.
+// The new tokens of some rows in a round, row after row; firsts [number of rows + 1]: offset of each row's tokens.
 struct PackedTokens {
-    std::vector<int64_t> tokens, positions, firsts{0};
+    std::vector<int64_t> tokens, positions, rows, firsts{0};
 
     int64_t size() const { return int64_t(tokens.size()); }
 };
@@ -55,10 +55,15 @@ class Round {
 
     int64_t threads(int64_t n) const { return n > v.few ? v.threads : v.threads_few; }
 
+    // Whether the row's last drafted token is not verified. Early layers have then read all tokens that are.
+    bool is_withdrawn(int64_t r) const { return v.exit_layer && v.counts[r] < d.counts[r]; }
+
     // Every row's last token and its drafted tokens; `only_unread`: only those that no early layer has processed.
     PackedTokens packed(bool only_unread) const {
         PackedTokens all;
         for (int64_t r = 0; r < d.num_rows; r++) {
+            if (only_unread && is_withdrawn(r)) continue;
+            all.rows.push_back(r);
             for (int64_t i = only_unread ? v.counts[r] : 0; i <= v.counts[r]; i++) {
                 all.tokens.push_back(i ? v.tokens[r * v.most + i - 1] : d.last[r]);
                 all.positions.push_back(d.positions[r] + i);
@@ -74,7 +79,10 @@ class Round {
         int64_t n = all.size(), scratch = selfspec_scratch_floats(&m, v.longest);
         int64_t buffers = selfspec_buffer_floats(&m, n);
         Floats memory(buffers + scratch * threads(n));
-        Call call = {n, d.num_rows, all.positions.data(), all.firsts.data(), d.pages, d.row_pages, d.cos, d.sin};
+        std::vector<int64_t> pages;
+        for (int64_t r : all.rows) pages.insert(pages.end(), d.pages + r * d.row_pages, d.pages + (r + 1) * d.row_pages);
+        Call call = {n, int64_t(all.rows.size()), all.positions.data(), all.firsts.data(), pages.data(), d.row_pages,
+                     d.cos, d.sin};
         const void* given = start ? static_cast<const void*>(from) : all.tokens.data();
         selfspec_run(&m, v.layers + start, stop - start, &call, given, start ? nullptr : d.embedding, x, taps,
                      stop == v.num_layers ? v.norm : nullptr, memory.get(), memory.get() + buffers, scratch,
@@ -85,10 +93,13 @@ class Round {
     void read_on(float* x) const {
         PackedTokens unread = packed(true);
         Floats states(unread.size() * m.hidden);
-        run(unread, 0, v.exit_layer, nullptr, states.get(), nullptr);
+        if (unread.size()) run(unread, 0, v.exit_layer, nullptr, states.get(), nullptr);
+        const float* own = states.get();
         for (int64_t r = 0; r < d.num_rows; r++) {
-            x = std::copy_n(d.hidden + r * d.most * m.hidden, v.counts[r] * m.hidden, x);
-            x = std::copy_n(states.get() + r * m.hidden, m.hidden, x);
+            x = std::copy_n(d.hidden + r * d.most * m.hidden, (v.counts[r] + is_withdrawn(r)) * m.hidden, x);
+            if (is_withdrawn(r)) continue;
+            x = std::copy_n(own, m.hidden, x);
+            own += m.hidden;
         }
     }
 
@@ -189,12 +200,11 @@ class Round {
         if (d.num_kept) noise = Floats(each * d.num_kept);
         d.noise = noise.get();
         int64_t num_threads = threads(d.num_rows);
+        d.num_verified = v.counts;
         Floats memory(selfspec_draft_floats(&m, &d, v.draft_head, v.longest, num_threads));
         selfspec_draft(&m, v.drafters, v.exit_layer, v.draft_head, &d, v.longest, memory.get(), num_threads);
-        for (int64_t r = 0; r < d.num_rows; r++) {
-            v.counts[r] = d.counts[r];
+        for (int64_t r = 0; r < d.num_rows; r++)
             std::copy_n(d.tokens + r * d.most, d.counts[r], v.tokens + r * v.most);
-        }
     }
 
     void verify() const {
