@@ -10,6 +10,7 @@ import torch
 
 from selfspec.core import FinishReason, StoppingCriterion
 from selfspec.params import SamplingParams
+from selfspec.structured.formats import overlap
 from selfspec.structured.row_grammar import RowGrammar
 
 
@@ -80,14 +81,9 @@ class TextStream:
             kept = at + len(self.found) if self._rules.includes_stop else at
             certain, self._held = self._held[:kept], ""
             return certain
-        keep = 0 if last else max((_overlap(self._held, s) for s in stop), default=0)
+        keep = 0 if last else max((overlap(self._held, s) for s in stop), default=0)
         certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return certain
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class SequenceText:

@@ -82,16 +82,13 @@ def _add_routes(app: FastAPI, server: Server) -> None:
 
 
 def _add_errors(app: FastAPI) -> None:
-    def answer(request: Request, refusal: Refusal) -> Response:
-        return Json(refusal.body_for(request.url.path), refusal.status, refusal.headers)
-
     @app.exception_handler(Refusal)
     async def refused(request: Request, problem: Refusal) -> Response:
-        return answer(request, problem)
+        return Json(problem.body_for(request.url.path), problem.status, problem.headers)
 
     @app.exception_handler(RequestValidationError)
     async def wrong(request: Request, problem: RequestValidationError) -> Response:
-        return answer(request, invalid(problem.errors(), SHAPES))
+        return await refused(request, invalid(problem.errors(), SHAPES))
 
     @app.exception_handler(HTTPException)
     async def failed(request: Request, problem: HTTPException) -> Response:
