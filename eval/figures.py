@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isfinite
 from textwrap import fill, shorten
 from typing import Any, NamedTuple
-
-from eval.methods import parse_method
 
 NAME = "speedup_by_category"
 WIDTH = 5.0  # inches, the width of a run's figure: readable on a phone
@@ -26,11 +24,7 @@ STYLE: dict[Any, Any] = {
     "figure.facecolor": "white",  # the page may be dark
     "savefig.facecolor": "white",
 }
-# After Okabe and Ito: distinct for colour-blind readers; markers are distinct without colour.
-OURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
-OTHERS = ("#5f6b76", "#98a4af", "#7d6e5d", "#b9aa93")
-MARKERS = "osD^vPXp<>*"
-DEFAULT_POLICY = "adaptive"
+MARKERS = "osD^vPXp<>*"  # distinct without colour
 NUMBER = re.compile(r"[-+*(]*\d")  # the start of a numeric cell; it may be bold, or an interval
 Points = Mapping[tuple[str, str], tuple[float, float, float]]  # by method and group: value, low, high
 
@@ -111,11 +105,11 @@ def _draw_points(axes: Any, points: Points, methods: Sequence[str], names: Seque
     pitch, handles = len(methods) + 1, []
     for j in range(0, len(names), 2):
         axes.axhspan(j * pitch - 1, (j + 1) * pitch - 1, color="#f1f3f5", linewidth=0, zorder=0)
-    for i, (method, colour) in enumerate(colours(methods).items()):
+    for i, method in enumerate(methods):
         found = [(j * pitch + i, points[method, name]) for j, name in enumerate(names) if (method, name) in points]
         values = [value for _, (value, _, _) in found]
         errors = [[max(0.0, v - low) for _, (v, low, _) in found], [max(0.0, high - v) for _, (v, _, high) in found]]
-        style: dict[str, Any] = {"color": colour, "marker": MARKERS[i % len(MARKERS)], "markersize": 5, "capsize": 2}
+        style: dict[str, Any] = {"marker": MARKERS[i % len(MARKERS)], "markersize": 5, "capsize": 2}
         handles.append(axes.errorbar(values, [at for at, _ in found], xerr=errors, linestyle="none", **style))
     handles.append(axes.axvline(1, color="#3d4349", linestyle="--", linewidth=1.2))
     axes.set_ylim(len(names) * pitch - 1, -1)
@@ -124,21 +118,3 @@ def _draw_points(axes: Any, points: Points, methods: Sequence[str], names: Seque
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("speedup")
     return handles
-
-
-def colours(methods: Iterable[str]) -> dict[str, str]:
-    """Saturated colours for selfspec's methods, grey ones for the others; `adaptive` always has the first."""
-    ours, others, found = list(OURS[1:]), list(OTHERS), dict[str, str]()
-    for method in methods:
-        free = ours if _is_ours(method) else others
-        if method != DEFAULT_POLICY:
-            free.append(free.pop(0))
-        found[method] = OURS[0] if method == DEFAULT_POLICY else free[-1]
-    return found
-
-
-def _is_ours(method: str) -> bool:
-    try:
-        return parse_method(method).is_ours
-    except ValueError:  # the name of an answer file
-        return False

@@ -47,7 +47,6 @@ class Replayed:
 
     rounds: list[RoundOutput] = field(default_factory=list)  # each with the plan of this round only
     seconds: float = 0.0  # of rounds and shadow picks at prompts, without prefill
-    round_seconds: float = 0.0  # of the rounds alone
     plain_seconds: float = 0.0  # of plain decoding for the same tokens in the same batches
     control: float = 0.0  # measured seconds of the policy itself; not part of the other figures
 
@@ -183,7 +182,6 @@ def _round(
     made = RoundOutput(plan.exit_layer if drafted else None, outcomes, took, plan)
     done.rounds.append(made)
     done.seconds += took.total + between
-    done.round_seconds += took.total + between
     longest = max(row.num_emitted for row in outcomes)
     emitting = (sum(row.num_emitted > i for row in outcomes) for i in range(longest))
     done.plain_seconds += sum(costs.plain_round(rows, context + i) for i, rows in enumerate(emitting))
