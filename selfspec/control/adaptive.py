@@ -25,7 +25,6 @@ from selfspec.control.drafters import MOST, MOST_FOUND, Drafters, recorded_exits
 from selfspec.control.ledger import SHARE, Ledger, window
 from selfspec.control.ngrams import NgramStats, table
 from selfspec.control.plan import (
-    NUM_LOOKUP_BINS,
     OWN_TEXT,
     SEED_POSITIONS,
     LookupTable,
@@ -44,11 +43,10 @@ if TYPE_CHECKING:
 MIN_PICKS = 12.0  # lasting observations from which on a layer's acceptance counts as measured
 SEED_SHARE = 0.01  # largest time for probing a prompt, as a share of the row's plain decoding
 UNKNOWN_ROUNDS = 4  # rounds between decisions while the layer that drafts has few observations
-FIRST, MOST_ROUNDS = 32, 256  # rounds between decisions: after the first one; the number doubles up to the most
+FIRST, MOST_ROUNDS = 16, 256  # rounds between decisions: at least, and at most after many
 CHANGED = 0.1  # relative change of a plain round's time after which layers are judged again
 DECISION_SHARE = 0.003  # largest share of the time for decisions
 PLAIN_ROUNDS = 4, 3  # plain rounds that are measured at once: at first, and later
-PROBE_EVERY = 16, 256  # rounds between probes of layers: at first; the number doubles up to the most
 PROBED_TOKENS, PROBED_ROWS = 20, 4  # probed positions per row, and rows per probe, at most
 SMOOTHING = 0.2  # of the moving average of a decision's seconds
 
@@ -95,23 +93,27 @@ class Adaptive(Policy):
         self._has_copies = False
         self._drafters = Drafters(costs)
         self.decision = Decision()
-        self._lookups: LookupTable | None = None
+        self._table: LookupTable | None = None  # of the rows of the last decision, and of all others
+        self._lookups: LookupTable | None = None  # of the rows of the last plan
         self._could_pay: tuple[int, ...] = ()  # layers that are faster than the decision if they are always right
         self._probed: tuple[int, ...] = ()  # those that are worth a probe
-        self._rows: list[tuple[int, int]] = []  # identities of the rows of the last decision, see `Sequence.identity`
+        self._rows: list[tuple[int, int]] = []  # identities of the rows of the last plan, see `Sequence.identity`
+        self._lines: dict[tuple[int, int], int] = {}  # of rows in `_table`
+        self._decided_rows = 0  # rows of the last decision
         self._in_ledger: list[tuple[int, int]] = []  # identities of the rows of `Ledger.leads`
         self._num_joining = 0  # see `Policy.set_waiting`
         self._has_processors = False  # whether any of these rows has processors
         self._context_lengths: abc.Sequence[int] = (0,)  # tokens per row
-        self._pause = 0  # rounds until a decision after a probe is within its share of the time
-        self._rounds_left, self._interval = 0, FIRST  # rounds to the next decision, and from it to the one after
-        self._probe_in, self._probe_interval, self._next_row = 0, PROBE_EVERY[0], 0
+        self._pause = 0  # rounds until another decision is within its share of the time
+        self._rounds_left, self._interval = 0, FIRST  # rounds to the next decision, and what they are at most
+        self._has_probed, self._next_row = False, 0  # whether a probe was made for the next decision; its next row
         self._decision_seconds = 0.0  # moving average of the policy's own time in a step with a decision
         self._decided_for = 0, False  # rows, and whether any has processors, of the last decision about layers
         self._decided_at = math.inf  # seconds of a plain round then
         self._settled_to = math.inf  # the ledger's balance above which the last decision may change
         self._is_evidence_new = True  # whether layers were judged since the last decision about them
         self._has_decided = False  # whether the last plan came with a decision
+        self._is_extra = False  # whether that one is paid by the ledger, since it was earlier than its share allows
 
     # -------------------------------------------------------------------------------------------------------- setters
 
@@ -132,7 +134,7 @@ class Adaptive(Policy):
 
     def _reset_drafters(self) -> None:
         self._drafters = Drafters(self.costs, self._vocabulary, self._has_copies)
-        self._rounds_left, self._is_evidence_new = 0, True
+        self._rounds_left, self._is_evidence_new, self._has_probed = 0, True, True
 
     def forget_rows(self) -> None:
         """Drop the statistics of single rows. Later rows may then have the same sequence ids."""
@@ -175,35 +177,34 @@ class Adaptive(Policy):
             self.ledger, self._in_ledger = self.ledger.of_rows(self._in_ledger, identities), identities
         self._has_decided = False
         if times.measured_plain is None:
-            self._rounds_left = 0
             return Plan(None, (0,) * count, num_rounds=PLAIN_ROUNDS[0], speedup=1.0)
         plain_in = times.plain_at + PLAIN_WINDOWS * window(times.plain_seconds) - self._all_times.seconds
         if plain_in <= 0:
-            self._rounds_left = 0
             return Plan(None, (0,) * count, num_rounds=PLAIN_ROUNDS[1], speedup=1.0)
         if is_new and self._num_joining:  # the next program is of one round
             return Plan(None, (0,) * count, speedup=1.0)
         if self._pause <= 0 and self.ledger.layers_price > max(self.ledger.balance, self.ledger.least_stake):
             self._rounds_left = 0  # shorter drafts may be covered
-        num_new = len({*identities} - {*self._rows})
-        if is_other and self._pause > 0 and 2 * num_new < count and has_processors == self._has_processors:
+        if self._pause > 0 and self.ledger.balance < self._decision_seconds:  # an extra decision is not covered
+            self._rounds_left = max(self._rounds_left, self._pause)
+        if is_other and self._can_go_on(count, has_processors):
             self._go_on_with(identities)
-            self._rounds_left = min(self._rounds_left, self._pause)
-        elif self._rounds_left <= 0 or is_other:
-            self._has_processors = has_processors
-            self._decide(rows, times, is_other)
-        until_probe = self._until_probe()
-        shadow = self._probe(count) if until_probe <= 0 else None
+        elif is_other or self._rounds_left <= 0:
+            is_first = not self._decided_rows
+            shadow = None if is_other or self._has_probed else self._probe(count)
+            if shadow is None:
+                self._has_processors = has_processors
+                self._decide(rows, times)
+                shadow = self._probe(count) if is_first else None
+            if shadow is not None:
+                return self._probing(shadow, count)
         num_rounds, ledger = max(1, self._rounds_left), self.ledger
         if self.decision.exit_layer is not None:  # all rounds draft
             num_rounds = max(1, min(num_rounds, math.ceil(plain_in / times.plain_seconds)))
-        if shadow is not None and self.costs.recorded is not None:
-            return Plan(None, (0,) * count, shadow=shadow, speedup=1.0)
-        num_rounds = min(num_rounds, until_probe) if shadow is None else num_rounds
         if self.decision.exit_layer is not None and not ledger.covers_layers:
             wait = (ledger.layers_price - ledger.balance) / (SHARE * times.plain_seconds)
             num_rounds = min(num_rounds, max(1, math.ceil(wait)))
-        return self.decision.plan(count, num_rounds, self._most, self._lookups, shadow, ledger)
+        return self.decision.plan(count, num_rounds, self._most, self._lookups, None, ledger)
 
     def likely(self, num_rows: int) -> list[Plan]:
         """See `Policy.likely`. Where rounds are recorded, no other recordings serve its plans."""
@@ -221,34 +222,36 @@ class Adaptive(Policy):
                     plans.append(Plan(exit_layer, (length,) * num_rows, draft_vocab=drafter.draft_vocab))
         return plans
 
-    def _until_probe(self) -> int:
-        """Rounds until a probe of layers that do not draft but could be faster is due, and covered if none drafts."""
-        if not self._probed:
-            return MOST_ROUNDS
-        price, ledger = self._probe_price(self._probed, math.ceil(1 + self.decision.length)), self.ledger
-        if price <= ledger.balance:
-            return self._probe_in
-        if price > ledger.most:
-            return MOST_ROUNDS  # it is never covered
-        wait = math.ceil((price - ledger.balance) / (SHARE * ledger.plain_seconds))
-        return max(self._probe_in, PROBE_EVERY[0], wait)
-
-    def _probe(self, num_rows: int) -> ShadowPlan:
-        """A probe of as many rows as the ledger covers, of at least one."""
+    def _probe(self, num_rows: int) -> ShadowPlan | None:
+        """A probe of layers that do not draft but could be faster, of as many rows as the ledger covers."""
         layers, each, most = self._probed, math.ceil(1 + self.decision.length), min(num_rows, PROBED_ROWS)
-        count = next((n for n in range(most, 1, -1) if self._probe_price(layers, n * each) <= self.ledger.balance), 1)
+        count = next((n for n in range(most, 0, -1) if self._probe_price(layers, n * each) <= self.ledger.balance), 0)
+        if not layers or not count:
+            return None
         picked = tuple(sorted((self._next_row + i) % num_rows for i in range(count)))
-        self._next_row = (self._next_row + count) % num_rows
-        self._probe_interval = min(2 * self._probe_interval, PROBE_EVERY[1])
-        self._probe_in = self._probe_interval
+        self._next_row, self._has_probed = (self._next_row + count) % num_rows, True
         return ShadowPlan(layers, picked, 1 if self.costs.recorded is not None else PROBED_TOKENS)
+
+    def _until_probe(self) -> int:
+        """Rounds until the ledger covers a probe of one row, if nothing is lost until then."""
+        price, ledger = self._probe_price(self._probed, math.ceil(1 + self.decision.length)), self.ledger
+        if not self._probed or price > ledger.most:
+            return MOST_ROUNDS
+        return math.ceil(max(0.0, price - ledger.balance) / (SHARE * ledger.plain_seconds))
+
+    def _probing(self, shadow: ShadowPlan, num_rows: int) -> Plan:
+        """One round with a probe, and a decision after it."""
+        self._rounds_left = 0
+        if self.costs.recorded is not None:
+            return Plan(None, (0,) * num_rows, shadow=shadow, speedup=1.0)
+        return self.decision.plan(num_rows, 1, self._most, self._lookups, shadow, self.ledger)
 
     def _probe_price(self, layers: tuple[int, ...], num_positions: int) -> float:
         return self.ledger.layers_price + self.costs.shadow(len(layers), num_positions)
 
-    def _decide(self, rows: list[Sequence], times: Times, is_other: bool) -> None:
+    def _decide(self, rows: list[Sequence], times: Times) -> None:
         """Choose how layers draft, and draft lengths by match length."""
-        count, before, plain = len(rows), self.decision.exit_layer, times.plain_seconds
+        count, plain = len(rows), times.plain_seconds
         times.move(_mean(self._context_lengths))
         self.ledger = self.ledger._replace(plain_seconds=plain).entered(0.0)
         is_settled = self.decision.exit_layer is None and not self._is_evidence_new
@@ -269,22 +272,19 @@ class Adaptive(Policy):
             self._settled_to = self.ledger.balance if candidates.has_refused else math.inf
         else:
             self.decision = self.decision._replace(usual=count / plain)
+        self._interval = min(2 * self._interval, MOST_ROUNDS) if count == self._decided_rows else 2 * FIRST
         self._set_layers_price(plain)
         usual = self.decision.usual if self.ledger.covers_layers else count / plain
         self._set_lookups(rows, times, plain + max(self.ledger.balance, self.ledger.most / 4), usual)
-        self._rows = self._in_ledger  # last, so that an interrupted decision is made again
+        self._go_on_with(self._in_ledger)  # last, so that an interrupted decision is made again
         self._probed = tuple([layer for layer in self._could_pay if layer != self.decision.exit_layer])
-        if before != self.decision.exit_layer:
-            self._probe_interval = PROBE_EVERY[0]
-        self._interval = FIRST if is_other else min(2 * self._interval, MOST_ROUNDS)
         exit_layer = self.decision.exit_layer
         is_unknown = exit_layer is not None and self.tracker.num_lasting(exit_layer) < MIN_PICKS
+        self._is_extra, pause = self._pause > 0, math.ceil(self._decision_seconds / (DECISION_SHARE * plain))
+        self._rounds_left = max(pause, FIRST, min(self._until_probe(), self._interval))
         if is_unknown and self.ledger.covers_layers:  # it drafts, so there will be observations
             self._rounds_left = UNKNOWN_ROUNDS
-        else:
-            self._pause = math.ceil(self._decision_seconds / (DECISION_SHARE * plain))
-            self._rounds_left = max(self._interval, self._pause)
-        self._has_decided = True
+        self._has_probed, self._has_decided = is_unknown, True
 
     def _candidates(self, times: Times, ledger: Ledger | None = None, measured: bool = False) -> Candidates:
         drafters = self._drafters.now(self._has_processors, measured)
@@ -304,7 +304,8 @@ class Adaptive(Policy):
 
     def _set_lookups(self, rows: list[Sequence], times: Times, affordable: float, usual: float) -> None:
         """Choose draft lengths by match length, and set what these rounds lose if nothing is accepted."""
-        self._lookups, prices = None, (0.0,)
+        self._table = self._lookups = None
+        self._decided_rows, self._lines, prices = len(rows), {row: at for at, row in enumerate(self._in_ledger)}, (0.0,)
         if self._looks_up:
             for row in rows:
                 if row.new_lookup is not None:
@@ -313,19 +314,23 @@ class Adaptive(Policy):
             self._ngrams.keep_rows([row.seq_id for row in rows])
             seconds, longest = times.lookups(), self.costs.recorded_length(len(rows))
             most = min(self._most_found, int(np.count_nonzero(seconds <= affordable)) - 1)
-            self._lookups = table(rates, seconds, usual, most if longest is None else min(most, longest))
-            if self._lookups is not None:
+            self._table = table(rates, len(rows), seconds, usual, most if longest is None else min(most, longest))
+            if self._table is not None:
                 prices = tuple((seconds - seconds[0]).tolist())
         self.ledger = self.ledger._replace(lookup_prices=prices)
 
+    def _can_go_on(self, num_rows: int, has_processors: bool) -> bool:
+        """Whether the last decision may serve other rows until the next one is within its share of the time."""
+        is_like = 2 * abs(num_rows - self._decided_rows) <= self._decided_rows
+        return self._pause > 0 and is_like and has_processors == self._has_processors
+
     def _go_on_with(self, rows: list[tuple[int, int]]) -> None:
-        """Keep the decision for other rows, given by identity, until the next one. Until then new rows draft none."""
-        if self._lookups is not None:
-            place = {row: at for at, row in enumerate(self._rows)}
-            lengths = [self._lookups.lengths[place[row]] if row in place else (0,) * NUM_LOOKUP_BINS for row in rows]
-            gains = [self._lookups.gains[place[row]] if row in place else (0.0,) * NUM_LOOKUP_BINS for row in rows]
-            self._lookups = self._lookups._replace(lengths=tuple(lengths), gains=tuple(gains))
-        self._rows = rows
+        """Keep the decision for other rows, given by identity. New rows draft after matches as rows usually do."""
+        self._rows, table = rows, self._table
+        if table is not None:
+            lines = [self._lines.get(row, -1) for row in rows]
+            lengths, gains = tuple([table.lengths[at] for at in lines]), tuple([table.gains[at] for at in lines])
+            self._lookups = table._replace(lengths=lengths, gains=gains)
 
     def _times_of(self, context_lengths: abc.Sequence[int]) -> Times:
         return self._all_times.of(len(context_lengths), _mean(context_lengths))
@@ -345,8 +350,8 @@ class Adaptive(Policy):
             is_first = False
         if self._has_decided:
             self._decision_seconds += (SMOOTHING if self._decision_seconds else 1.0) * (own - self._decision_seconds)
-        if plan.shadow is not None:  # decide with the new statistics
-            self._rounds_left = min(self._rounds_left, self._pause)
+            self._pause = math.ceil(self._decision_seconds / (DECISION_SHARE * self.ledger.plain_seconds)) - len(rounds)
+            self.ledger = self.ledger.entered(-own if self._is_extra else 0.0)
 
     def _pass(self, rounds: list[RoundOutput]) -> Times:
         """Let the time of rounds pass; the times of rounds like these."""
@@ -356,7 +361,6 @@ class Adaptive(Policy):
         self._clock.tokens += emitted
         self.tracker.pass_time(emitted)
         self._rounds_left, self._pause = self._rounds_left - num_rounds, self._pause - num_rounds
-        self._probe_in -= num_rounds
         self._all_times.seconds += sum([max(0.0, round_.seconds.decoding) for round_ in rounds])
         self._context_lengths = [held + round(emitted) for held in self._context_lengths]
         return times

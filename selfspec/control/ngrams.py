@@ -42,15 +42,18 @@ class NgramStats:
         self._clock = passed
         self._pooled = Decayed(_SHAPE, HALF_LIFE, passed)
         self._rows: dict[int, Decayed] = {}
+        self._with_prompt: set[int] = set()  # rows whose prompt was counted
 
     def keep_rows(self, rows: Collection[int]) -> None:
         """Drop the counts of all rows but these."""
         if len(self._rows) > len(rows):
             self._rows = {row: self._rows[row] for row in rows if row in self._rows}
+            self._with_prompt &= {*rows}
 
     def take(self, tally: Tally, seq_id: int) -> None:
         """Add a row's tally of its own text. The first one is its prompt: at most `MOST_OF_PROMPT` observations."""
-        is_prompt = seq_id not in self._rows
+        is_prompt = seq_id not in self._with_prompt
+        self._with_prompt.add(seq_id)
         share = min(1.0, MOST_OF_PROMPT / max(1, tally.num_tokens)) if is_prompt else 1.0
         own = self._own(seq_id)
         for at, (right, seen) in enumerate(zip(tally.right, tally.seen, strict=True)):
@@ -74,15 +77,18 @@ class NgramStats:
             counts.add(at + NUM_LOOKUP_BINS, seen)
 
     def rates(self, rows: Sequence[int]) -> Floats:
-        """Per row and `lookup_bin`: the probability that the token after a match is the one that the text has."""
+        """`[rows + 1, bins]`: the probability that the token after a match is the one that the text has.
+
+        The last line is that of a row without observations.
+        """
         hits, seen = self._pooled.now()
         usual = (hits + PRIOR_WEIGHT * _PRIOR) / (seen + PRIOR_WEIGHT)
-        own = np.array([self._rows[row].now() if row in self._rows else _NOTHING for row in rows])
+        own = np.array([self._rows[row].now() if row in self._rows else _NOTHING for row in (*rows, -1)])
         return np.asarray((own[:, 0] + ROW_WEIGHT * usual) / (own[:, 1] + ROW_WEIGHT))
 
 
-def table(rates: Floats, seconds: Floats, usual: float, most: int = MOST_FOUND) -> LookupTable | None:
-    """Draft lengths of all rows; None where no draft is expected to be faster than decoding without lookup.
+def table(rates: Floats, count: int, seconds: Floats, usual: float, most: int = MOST_FOUND) -> LookupTable | None:
+    """Draft lengths in rounds of `count` rows; None where none is expected to be faster than decoding without lookup.
 
     Args:
         rates: `[rows, bins]`: the probability that the token after a match is the one that the text has.
@@ -90,7 +96,6 @@ def table(rates: Floats, seconds: Floats, usual: float, most: int = MOST_FOUND) 
         usual: tokens per second of all rows without lookup.
         most: maximum draft length of a row.
     """
-    count = len(rates)
     if most < 1:
         return None
     needs = usual * seconds - count
@@ -100,7 +105,9 @@ def table(rates: Floats, seconds: Floats, usual: float, most: int = MOST_FOUND) 
         rates[:, _BINS], 2
     )  # [rows, bins, MOST_FOUND]: all tokens so far are accepted
     shared = min(most, MOST_PACKED // count)  # the ledger cuts what all rows draft
-    lengths, gains = _single(chances, seconds, needs, most) if count == 1 else _shared(chances, seconds, usual, shared)
+    lengths, gains = (
+        _single(chances, seconds, needs, most) if count == 1 else _shared(chances, count, seconds, usual, shared)
+    )
     if not lengths.any():
         return None
     return LookupTable(tuple(map(tuple, lengths.tolist())), tuple(map(tuple, gains.tolist())), tuple(needs.tolist()))
@@ -116,12 +123,11 @@ def _single(chances: Floats, seconds: Floats, needs: Floats, most: int) -> tuple
     return np.where(pays, best + 1, 0), np.where(pays, gains, 0.0)
 
 
-def _shared(chances: Floats, seconds: Floats, usual: float, most: int) -> tuple[Floats, Floats]:
+def _shared(chances: Floats, count: int, seconds: Floats, usual: float, most: int) -> tuple[Floats, Floats]:
     """For several rows: every token whose acceptance probability is worth the time of one more token.
 
     Whether all drafts together are worth their round is decided by `LookupTable.drafted`.
     """
-    count = len(chances)
     typical = min(TYPICAL * count, len(seconds) - 1)
     each = usual * (seconds[typical] - seconds[1]) / max(1, typical - 1)
     chances = chances[:, :, :most]

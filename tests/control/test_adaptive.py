@@ -220,19 +220,16 @@ def test_layers_that_wait_for_a_probe_do_not_hold_up_rounds_by_lookup(drafters):
 
 
 def test_rows_that_come_and_go_do_not_each_cost_a_decision():
-    """Rows that stay keep their draft lengths; new ones have theirs from the next decision on, which comes soon."""
+    """Rows that stay keep their draft lengths; new ones draft as rows usually do, until the next decision."""
     tallies = [Tally(50, (50,) * 10, (50,) * 10)] * 99
-    rows = [sequence(i, 500, 50, Match(40, tallies)) for i in range(4)]
-    policy = Adaptive(even_costs(), drafters=["lookup"])
-    own = settled(policy, *rows[:3]).plan(rows[:3]).lookups.lengths
+    rows = [sequence(i, 500, 50, Match(40, tallies)) for i in range(5)]
+    policy = Adaptive(even_costs(rows=(1, 4)), drafters=["lookup"])
+    own = settled(policy, *rows[:4]).plan(rows[:4]).lookups.lengths
     policy._pause = 5  # as if that decision had taken long
     later = policy.plan(rows[1:])
-    assert later.lookups.lengths[:2] == own[1:] and not any(later.lookups.lengths[2])
-    for _ in range(9):
-        took = StageSeconds(verify=1e-3)
-        policy.observe(later, [RoundOutput(None, [row_round(row, 0, 0) for row in rows[1:]], took, later)])
-        later = policy.plan(rows[1:])
-    assert any(later.lookups.lengths[2])
+    assert not policy._has_decided
+    assert later.lookups.lengths[:3] == own[1:] and any(later.lookups.lengths[3])
+    assert policy.plan(rows[1:2]) and policy._has_decided, "one row in place of four"
 
 
 def test_exit_layers_may_be_given_in_any_order():

@@ -105,7 +105,7 @@ def test_what_came_of_a_draft_counts_by_the_match_before_each_token():
 def test_a_single_rows_length_is_that_of_most_tokens_per_second(rates, source, speedup, most):
     times = times_of(even_costs(), 1)
     usual, seconds = speedup / times.plain_seconds, times.lookups()
-    found = table(np.array([rates]), seconds, usual, most)
+    found = table(np.array([rates]), 1, seconds, usual, most)
     for match in SHORTEST:
         chances = np.cumprod([rates[lookup_bin(match + at, source)] for at in range(most)])
         kept = [1.0, *(1 + np.cumsum(np.where(chances < LEAST_CHANCE, 0, chances)))]
@@ -123,7 +123,7 @@ def test_a_single_rows_length_is_that_of_most_tokens_per_second(rates, source, s
 def test_rows_of_a_batch_draft_where_all_together_promise_more_than_is_usual(count, rate, seed):
     times = times_of(even_costs(rows=(1, 4, 8)), count)
     usual = count / times.plain_seconds
-    found = table(np.full((count, NUM_LOOKUP_BINS), rate), times.lookups(), usual)
+    found = table(np.full((count, NUM_LOOKUP_BINS), rate), count, times.lookups(), usual)
     matches = np.random.default_rng(seed).integers(0, 40, count).tolist()
     lengths = None if found is None else found.drafted(matches, [100] * count)
     if lengths is not None:
