@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from selfspec.kernels.layout import CONTENT, GIVEN, LAST, REMAINING, Layout, Norm, Rotation, SamplingTensors
+from selfspec.kernels.layout import GIVEN, Layout, Norm, Rotation, SamplingTensors
 
 INT32, INT64, FLOAT32 = torch.int32, torch.int64, torch.float32
 LAYER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of fused layers, which compute in float32
@@ -105,25 +105,16 @@ def check_pick(logits: Tensor, sampling: SamplingTensors, names: Tensor | None =
         require.dense("names", names, INT64, vocab)
 
 
-def check_accept(
-    fed: Tensor,
-    picks: Tensor,
-    starts: Tensor,
-    counts: Tensor,
-    remaining: Tensor,
-    eos: Tensor,
-) -> None:
+def check_accept(state: Tensor, fed: Tensor, picks: Tensor, starts: Tensor, counts: Tensor) -> None:
     """Raise ValueError for arguments that `fused_accept.accept` does not accept."""
-    require = Requirements("accept", fed.device)
-    require.holds("fed", "[N]", list(fed.shape), fed.dim() == 1)
-    require.holds("counts", "[S]", list(counts.shape), counts.dim() == 1)
-    require.holds("eos", "[S, E]", list(eos.shape), eos.dim() == 2)
-    slots = counts.shape[0]
-    require.dense("fed", fed, INT64, fed.shape[0])
-    require.dense("picks", picks, INT64, fed.shape[0])
-    for name, tensor in (("starts", starts), ("counts", counts), ("remaining", remaining)):
-        require.dense(name, tensor, INT32, slots)
-    require.lines("eos", eos, INT64, slots, eos.shape[1])
+    require = Requirements("accept", state.device)
+    is_wide = state.dim() == 2 and state.shape[1] >= GIVEN
+    require.holds("state", f"[S, at least {GIVEN}]", list(state.shape), is_wide)
+    require.lines("state", state, INT64, *state.shape)
+    require.dense("fed", fed, INT64, fed.numel())
+    require.dense("picks", picks, INT64, fed.numel())
+    require.dense("starts", starts, INT32, len(state))
+    require.dense("counts", counts, INT32, len(state))
 
 
 def check_prepare(state: Tensor, pages: Tensor, width: int) -> None:
@@ -134,16 +125,6 @@ def check_prepare(state: Tensor, pages: Tensor, width: int) -> None:
     require.lines("state", state, INT64, *state.shape)
     require.holds("pages", "[S, P]", list(pages.shape), pages.dim() == 2)
     require.lines("pages", pages, INT32, state.shape[0], pages.shape[1])
-
-
-def check_advance(state: Tensor, num_kept: Tensor, ended: Tensor, last: Tensor) -> None:
-    """Raise ValueError for arguments that `fused_accept.advance` does not accept."""
-    require, least = Requirements("advance", state.device), 1 + max(LAST, CONTENT, REMAINING)
-    is_wide = state.dim() == 2 and state.shape[1] >= least
-    require.holds("state", f"[S, at least {least}]", list(state.shape), is_wide)
-    require.lines("state", state, INT64, *state.shape)
-    for name, tensor, dtype in (("num_kept", num_kept, INT32), ("ended", ended, INT32), ("last", last, INT64)):
-        require.dense(name, tensor, dtype, state.shape[0])
 
 
 def check_add_norm(hidden: Tensor, branch: Tensor | None, norm: Norm | None, post: Norm | None) -> None:

@@ -82,10 +82,7 @@ class SamplingTensors(NamedTuple):
 class Accepted(NamedTuple):
     """The acceptance of every slot's draft; zeros for empty slots."""
 
-    num_accepted: Tensor  # int32 [S], number of accepted drafted tokens
     num_kept: Tensor  # int32 [S], tokens kept of the accepted ones and the next pick, up to the row's end
-    ended: Tensor  # int32 [S], 0: the row continues; ENDED_BY_EOS; ENDED_BY_LENGTH: it may emit no more
-    last: Tensor  # int64 [S], the last kept token, which the next round feeds first
     record: Tensor  # int64 [S, 3 + 2 * most_new]: counts of drafted, accepted and kept tokens; drafted tokens; picks
 
 
@@ -100,15 +97,12 @@ class Prepared(NamedTuple):
     """The calls of a round of S slots with W places each, in buffers of their own."""
 
     fed: Tensor  # int64 [S * W], each slot's last token, then its given draft
-    remaining: Tensor  # int32 [S], tokens that the row may still emit
     verify: Step  # all places, slot by slot
     drafts: list[Step]  # one place of every slot, for each of the W places; empty unless asked for
 
 
-ENDED_BY_EOS, ENDED_BY_LENGTH = 1, 2
-
 LAST, CONTENT, REMAINING, DRAFTS, SEED, TOP_K, TEMPERATURE, TOP_P, MIN_P = range(9)
-"""Columns of a round's rows; `advance` updates the first three. Floats are the bits of a float32."""
+"""Columns of a round's rows; `accept` updates the first three. Floats are the bits of a float32."""
 MOST_EOS = 8  # tokens that end a row, in as many columns; -1 in unused ones
 EOS = 9
 GIVEN = EOS + MOST_EOS  # the first of the columns of a given draft

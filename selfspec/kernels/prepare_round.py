@@ -43,8 +43,8 @@ def prepare(
     ints = torch.empty((orders, 2, count), dtype=torch.int32, device=device)  # owners, top_k
     longs = torch.empty((orders, 4, count), dtype=torch.int64, device=device)  # slots, positions, targets, seeds
     floats = torch.empty((orders, 3, count), dtype=torch.float32, device=device)
-    rows = torch.empty((4, padded), dtype=torch.int32, device=device)  # starts, counts, lengths, remaining
-    steps = torch.empty((3, width if has_drafts else 0, padded), dtype=torch.int32, device=device)  # without remaining
+    rows = torch.empty((3, padded), dtype=torch.int32, device=device)  # starts, counts, lengths
+    steps = torch.empty((3, width if has_drafts else 0, padded), dtype=torch.int32, device=device)
     fed = torch.empty(slots * width, dtype=torch.int64, device=device)
     _prepare[(slots,)](
         state, pages, ints, longs, floats, rows, steps, fed, state.stride(0), pages.stride(0), padded,
@@ -61,12 +61,12 @@ def prepare(
         layout = Layout(starts, counts, lengths, pages, owners, places, positions, most_new, most_tokens)
         return Step(layout, SamplingTensors(temperature, top_k, top_p, min_p, seeds, targets))
 
-    starts, counts, lengths, remaining = rows[:, :slots].unbind()
+    starts, counts, lengths = rows[:, :slots].unbind()
     drafts = []
     for at in range(width if has_drafts else 0):
         own = slice(at * padded, at * padded + slots)
         drafts.append(step(1, own, steps[0, at, :slots], steps[1, at, :slots], steps[2, at, :slots], 1))
-    return Prepared(fed, remaining, step(0, slice(slots * width), starts, counts, lengths, width), drafts)
+    return Prepared(fed, step(0, slice(slots * width), starts, counts, lengths, width), drafts)
 
 
 @triton.jit
@@ -114,7 +114,6 @@ def _prepare(
     tl.store(rows_ptr + slot, slot * WIDTH)
     tl.store(rows_ptr + padded + slot, new)
     tl.store(rows_ptr + 2 * padded + slot, tl.where(new > 0, content - 1 + new, 0).to(tl.int32))
-    tl.store(rows_ptr + 3 * padded + slot, remaining.to(tl.int32))
     given = tl.load(row + GIVEN_AT - 1 + place, mask=there & (place > 0), other=0)
     tl.store(fed_ptr + at, tl.where(place == 0, tl.load(row + LAST_AT), given), mask=there)
     if DRAFTS:

@@ -17,7 +17,6 @@ from selfspec.kernels.checks import (
     SQUARED,
     check_accept,
     check_add_norm,
-    check_advance,
     check_attend,
     check_gate,
     check_gate_product,
@@ -34,8 +33,7 @@ from selfspec.kernels.checks import (
 from selfspec.kernels.layout import (
     CONTENT,
     DRAFTS,
-    ENDED_BY_EOS,
-    ENDED_BY_LENGTH,
+    EOS,
     GIVEN,
     LAST,
     MIN_P,
@@ -125,34 +123,25 @@ def pick(logits: Tensor, sampling: SamplingTensors, names: Tensor | None = None)
     return to_token_ids(picks, subset), confidences
 
 
-def accept(
-    fed: Tensor,
-    picks: Tensor,
-    starts: Tensor,
-    counts: Tensor,
-    remaining: Tensor,
-    eos: Tensor,
-    most_new: int,
-) -> Accepted:
+def accept(state: Tensor, fed: Tensor, picks: Tensor, starts: Tensor, counts: Tensor, most_new: int) -> Accepted:
     """The reference of `selfspec.kernels.fused_accept.accept`. It decides on the host."""
-    check_accept(fed, picks, starts, counts, remaining, eos)
-    numbers, lasts, records = list[list[int]](), list[int](), list[list[int]]()
-    rows = zip(starts.tolist(), counts.tolist(), remaining.tolist(), eos.tolist(), strict=True)
-    for start, count, most, ends in rows:
+    check_accept(state, fed, picks, starts, counts)
+    rows, keeps, records = list[list[int]](), list[int](), list[list[int]]()
+    for start, count, row in zip(starts.tolist(), counts.tolist(), state.tolist(), strict=True):
+        _, content, most = row[:DRAFTS]
         drafted, own = fed[start + 1 : start + count].tolist(), picks[start : start + count].tolist()
         accepted = num_accepted(drafted, own)
         block = own[: accepted + 1]
-        end = next((i + 1 for i, token in enumerate(block) if token in ends), most_new + 2)
+        end = next((i + 1 for i, token in enumerate(block) if token in row[EOS:GIVEN]), most_new + 2)
         kept = min(len(block), end, most)
-        ended = 0 if not count else ENDED_BY_EOS if kept == end else ENDED_BY_LENGTH if kept == most else 0
-        numbers.append([accepted, kept, ended])
-        lasts.append(own[kept - 1] if kept else 0)
+        goes_on = not count or kept not in (end, most)
+        rows.append([own[kept - 1] if kept else 0, *((content + kept, most - kept) if goes_on else (0, 0))])
+        keeps.append(kept)
         padded = [[*one, *[-1] * (most_new - len(one))] for one in (drafted, own)]
         records.append([len(drafted), accepted, kept, *padded[0], *padded[1]])
-    device = fed.device
-    results = torch.tensor(numbers, dtype=torch.int32, device=device).t().contiguous()
-    accepts, keeps, ends_by = results.unbind()
-    return Accepted(accepts, keeps, ends_by, torch.tensor(lasts, device=device), torch.tensor(records, device=device))
+    state[:, :DRAFTS] = torch.tensor(rows, device=state.device)
+    num_kept = torch.tensor(keeps, dtype=torch.int32, device=state.device)
+    return Accepted(num_kept, torch.tensor(records, device=state.device))
 
 
 def prepare(
@@ -192,16 +181,7 @@ def prepare(
         column = [[one if one.shape[1] == 1 else one[:, own] for one in of_dtype] for of_dtype in fields]
         steps.append(step(used[:, own], column, slot[:, 0], content[:, 0] + at))
     fed = torch.cat([state[:, LAST, None], state[:, GIVEN : GIVEN + width - 1]], 1).flatten()
-    return Prepared(fed, remaining[:, 0].int(), verify, steps)
-
-
-def advance(state: Tensor, num_kept: Tensor, ended: Tensor, last: Tensor) -> None:
-    """The reference of `selfspec.kernels.fused_accept.advance`."""
-    check_advance(state, num_kept, ended, last)
-    goes_on = ended == 0
-    state[:, LAST] = last
-    state[:, CONTENT] = (state[:, CONTENT] + num_kept) * goes_on
-    state[:, REMAINING] = (state[:, REMAINING] - num_kept) * goes_on
+    return Prepared(fed, verify, steps)
 
 
 def add_norm(

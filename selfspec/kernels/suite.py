@@ -31,7 +31,6 @@ class Kernels(NamedTuple):
     pick: Pick
     prepare: Callable[..., Prepared]
     accept: Callable[..., Accepted]
-    advance: Callable[..., None]
     add_norm: Callable[..., tuple[Tensor, Tensor | None]]
     rotate: Callable[..., Tensor]
     gate: Callable[[Tensor, str], Tensor]
@@ -80,7 +79,7 @@ def triton_kernels() -> Kernels:
     Raises:
         ImportError: Triton is not installed.
     """
-    from selfspec.kernels.fused_accept import accept, advance
+    from selfspec.kernels.fused_accept import accept
     from selfspec.kernels.fused_layer import add_norm, gate, rotate
     from selfspec.kernels.fused_pick import pick
     from selfspec.kernels.kv_scatter import scatter
@@ -91,6 +90,6 @@ def triton_kernels() -> Kernels:
     from selfspec.kernels.skinny_products import gate_product, norm_product, product_add, squares_of
 
     return Kernels(
-        "triton", scatter, attend, pick, prepare, accept, advance, add_norm, rotate, gate, norm_product, gate_product,
+        "triton", scatter, attend, pick, prepare, accept, add_norm, rotate, gate, norm_product, gate_product,
         product_add, squares_of, rotate_attend, prefetch,
     )  # fmt: skip

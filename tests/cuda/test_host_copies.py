@@ -90,9 +90,8 @@ def pick_on_device(logits, sampling, names=None):
     return logits.argmax(-1), logits.amax(-1)
 
 
-def accept_on_device(fed, picks, starts, counts, remaining, eos, most_new):
-    numbers = counts.new_empty(3, len(counts))
-    return Accepted(*numbers, fed.new_empty(len(counts)), fed.new_empty(len(counts), 3 + 2 * most_new))
+def accept_on_device(state, fed, picks, starts, counts, most_new):
+    return Accepted(torch.empty_like(counts), fed.new_empty(len(counts), 3 + 2 * most_new))
 
 
 @pytest.mark.usefixtures("meta_is_served")

@@ -61,7 +61,7 @@ def recorded(policy, asked, kernels=REFERENCE, audit=audit_cache, **options):
 def test_up_to_32_rows_are_one_recording():
     made, target = recorded(Always(2, 2, num_rounds=99), requests(19, ends=False), audit=None)
     assert len(made.rounds[0].rows) == 19
-    large = [one for one in target.split.runner.graphs.capture.made if "advance(i64[32," in one.kernels[-1]]
+    large = [one for one in target.split.runner.graphs.capture.made if "accept(i64[32," in one.kernels[-1]]
     assert len(large) == 1 and large[0].num_replays > 2
 
 
@@ -78,7 +78,7 @@ def test_plain_rounds_of_more_rows_than_draft_are_recorded(monkeypatch):
 def test_rows_near_their_ends_take_no_recordings_of_their_own():
     _, target = recorded(Always(2, 4, num_rounds=99), requests(1, ends=False))
     tape = target.split.runner.graphs.capture
-    assert sum(any("advance" in one for one in made.kernels) for made in tape.made) == 1
+    assert sum(any("accept" in one for one in made.kernels) for made in tape.made) == 1
 
 
 def test_a_plan_goes_on_with_another_recording_where_one_has_no_capacity_for_longer_rows(monkeypatch):
@@ -274,26 +274,24 @@ def test_exit_heads_read_the_final_states_that_rounds_leave(plan, own):
 # --------------------------------------------------------------------------------------------------------- mutations
 
 
-def content_of_a_token_less(state, num_kept, *more):
-    REFERENCE.advance(state, num_kept - (num_kept > 1).int(), *more)
+def content_of_a_token_less(before, state, num_kept):
+    state[:, 1] -= ((num_kept > 1) & (state[:, 1] > 0)).int()
 
 
-def same_remaining(state, *more):
-    before = state[:, 2].clone()
-    REFERENCE.advance(state, *more)
-    state[:, 2] = before
+def same_remaining(before, state, num_kept):
+    state[:, 2] = before[:, 2]
 
 
-def the_token_fed_before(state, num_kept, ended, last):
-    REFERENCE.advance(state, num_kept, ended, state[:, 0].clone())
+def the_token_fed_before(before, state, num_kept):
+    state[:, 0] = before[:, 0]
 
 
-def ended_rows_go_on(state, num_kept, ended, last):
-    REFERENCE.advance(state, num_kept, ended * 0, last)
+def ended_rows_go_on(before, state, num_kept):
+    state[:, 1], state[:, 2] = before[:, 1] + num_kept, before[:, 2] - num_kept
 
 
-def all_rows_end_with_one(state, num_kept, ended, last):
-    REFERENCE.advance(state, num_kept, ended.amax().expand_as(ended).contiguous(), last)
+def all_rows_end_with_one(before, state, num_kept):
+    state[:, 1:3] *= ((state[:, 1] > 0) | (before[:, 1] == 0)).all()
 
 
 @pytest.mark.parametrize(
@@ -302,5 +300,11 @@ def all_rows_end_with_one(state, num_kept, ended, last):
 )
 @pytest.mark.slow
 def test_faults_of_advancing_are_noticed(fault):
+    def accept(state, *given):
+        before = state.clone()
+        done = REFERENCE.accept(state, *given)
+        fault(before, state, done.num_kept)
+        return done
+
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
-        recorded(Always(2, 3, num_rounds=99), requests(), kernels=REFERENCE._replace(advance=fault))
+        recorded(Always(2, 3, num_rounds=99), requests(), kernels=REFERENCE._replace(accept=accept))

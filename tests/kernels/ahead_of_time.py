@@ -155,11 +155,7 @@ def calls() -> dict[str, Callable[[], Any]]:
 
     def accept() -> None:
         ids, small = torch.zeros(8, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
-        fused_accept.accept(ids, ids, small, small, small, ids.view(2, 4), 8)
-
-    def advance() -> None:
-        small = torch.zeros(32, dtype=torch.int32)
-        fused_accept.advance(torch.zeros(32, 15, dtype=torch.int64), small, small, small.long())
+        fused_accept.accept(torch.zeros(2, 25, dtype=torch.int64), ids, ids, small, small, 8)
 
     def prepare(slots: int, width: int, has_drafts: bool) -> Callable[[], Any]:
         state, pages = torch.zeros(slots, 17 + width, dtype=torch.int64), torch.zeros(slots, 64, dtype=torch.int32)
@@ -253,7 +249,6 @@ def calls() -> dict[str, Callable[[], Any]]:
         "pick, sampled, 128256 tokens": pick((0.8, 0, 1.0, 0.0)),
         "pick, filtered, 128256 tokens": pick((0.8, 50, 0.9, 0.0)),
         "accept, 8 places": accept,
-        "advance, 32 rows": advance,
         "prepare, 256 rows": prepare(256, 1, False),
         "prepare, 32 rows of 8 places, drafts": prepare(32, 8, True),
         "pick, filtered, 16032 of the tokens": pick_part,

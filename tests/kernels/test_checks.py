@@ -31,10 +31,10 @@ def calls():
         "scale": 1.0,
     }
     sampling = samples.sampling([(0.8, 0, 1.0, 0.0), (0.0, 5, 0.9, 0.1)], 0)
+    small = torch.tensor([0, 3]).int()
     accept = {
-        "fed": torch.arange(6), "picks": torch.arange(6), "starts": torch.tensor([0, 3]).int(),
-        "counts": torch.tensor([3, 3]).int(), "remaining": torch.tensor([9, 9]).int(), "eos": torch.full((2, 2), -1),
-        "most_new": 3,
+        "state": torch.zeros(2, 20, dtype=torch.int64), "fed": torch.arange(6), "picks": torch.arange(6),
+        "starts": small, "counts": small, "most_new": 3,
     }  # fmt: skip
     norms = [Norm(torch.ones(8), 1e-6) for _ in range(4)]
     hidden = torch.randn(4, 8)
@@ -57,12 +57,6 @@ def calls():
             "most_tokens": 12,
         },
         "accept": accept,
-        "advance": {
-            "state": torch.zeros(2, 5, dtype=torch.int64),
-            "num_kept": torch.tensor([3, 3]).int(),
-            "ended": torch.tensor([0, 1]).int(),
-            "last": torch.arange(2),
-        },
     }
 
 
@@ -100,7 +94,6 @@ FAULTS = {
 }
 UNREAD = {"attend": ["slots"], "rotate": ["starts", "counts", "lengths", "pages", "rows"]}  # fields of the layout
 HARMLESS = {
-    ("shape", "eos"),
     ("shape", "pages"),
     ("shape", "logits"),
     ("dtype", "sinks"),

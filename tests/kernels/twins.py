@@ -10,7 +10,7 @@ from torch import Tensor
 
 from selfspec.kernels import reference
 from selfspec.kernels.gumbel import gumbel
-from selfspec.kernels.layout import Norm, Rotation, SamplingTensors
+from selfspec.kernels.layout import EOS, GIVEN, Norm, Rotation, SamplingTensors
 from tests.kernels import samples
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # largest relative error in norm
@@ -59,7 +59,6 @@ def check_kernels(
     yield from check_pick(place, seed, most)
     yield from check_prepare(place, seed)
     yield from check_accept(place, seed)
-    yield from check_advance(place, seed)
 
 
 def check_scatter(device: torch.device, dtype: torch.dtype, seed: int = 0, most: int = MOST) -> Iterator[Case]:
@@ -247,7 +246,6 @@ def _regret(logits: Tensor, sampling: SamplingTensors, got: Tensor, wanted: Tens
 
 def check_prepare(device: torch.device, seed: int = 0) -> Iterator[Case]:
     """Every tensor of the calls of a round, with and without draft steps, for numbers of slots of any kind."""
-    from selfspec.kernels.layout import GIVEN
     from selfspec.kernels.prepare_round import prepare
 
     rng = torch.Generator().manual_seed(seed)
@@ -273,7 +271,7 @@ def tensors_of(value: object) -> list[torch.Tensor]:
 
 
 def check_accept(device: torch.device, seed: int = 0) -> Iterator[Case]:
-    """Every field of the record, over random drafts that are often right."""
+    """Records and rows, over random drafts that are often right."""
     from selfspec.kernels.fused_accept import accept
 
     rng = torch.Generator().manual_seed(seed)
@@ -282,28 +280,15 @@ def check_accept(device: torch.device, seed: int = 0) -> Iterator[Case]:
     starts = torch.arange(slots) * width
     fed, picks = torch.randint(0, 3, (2, slots * width), generator=rng)
     fed[1:] = torch.where(torch.rand(slots * width - 1, generator=rng) < 0.8, picks[:-1], fed[1:])
-    remaining, eos = torch.randint(1, 12, (slots,), generator=rng), torch.randint(-1, 40, (slots, 2), generator=rng)
-    given = [one.to(device) for one in (fed, picks, starts.int(), counts.int(), remaining.int(), eos)]
-    got, wanted = accept(*given, width), reference.accept(*given, width)
-    live = given[3] > 0
-    wrong = sum(int((a[live] != b[live]).sum()) for a, b in zip(got, wanted, strict=True))
+    state = torch.randint(1, 12, (slots, GIVEN + width), generator=rng)
+    state[:, EOS:GIVEN] = torch.randint(-1, 40, (slots, GIVEN - EOS), generator=rng)
+    given = [one.to(device) for one in (fed, picks, starts.int(), counts.int())]
+    made = []
+    for kernel in (accept, reference.accept):
+        rows = state.clone().to(device)
+        made.append([*kernel(rows, *given, width), rows])
+    wrong = sum(int((a != b).sum()) for a, b in zip(*made, strict=True))
     yield Case("accept", f"{slots} rows", float(wrong), 0.0)
-
-
-def check_advance(device: torch.device, seed: int = 0) -> Iterator[Case]:
-    """Every column of the rows, those that stay included, for a number of rows that is no power of two."""
-    from selfspec.kernels.fused_accept import advance
-
-    rng = torch.Generator().manual_seed(seed)
-    for slots in (1, 23):
-        rows = torch.randint(0, 1 << 40, (slots, 13), generator=rng).to(device)
-        kept, ended = torch.randint(0, 9, (slots,), generator=rng), torch.randint(0, 3, (slots,), generator=rng)
-        last = torch.randint(0, 1 << 40, (slots,), generator=rng)
-        given = [kept.int().to(device), ended.int().to(device), last.to(device)]
-        got, wanted = rows.clone(), rows.clone()
-        advance(got, *given)
-        reference.advance(wanted, *given)
-        yield Case("advance", f"{slots} rows", float((got != wanted).sum()), 0.0)
 
 
 def _name(dtype: torch.dtype) -> str:

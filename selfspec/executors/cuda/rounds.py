@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from selfspec.executors.cuda.capture import Recording
-from selfspec.kernels.layout import EOS, GIVEN, MOST_EOS, Layout, Step
+from selfspec.kernels.layout import GIVEN, MOST_EOS, Layout, Step
 from selfspec.kernels.suite import Kernels
 from selfspec.model.attention import Reach
 from selfspec.model.draft_vocabulary import HeldSubset
@@ -157,7 +157,7 @@ class WholeRound:
     Args:
         split: runs layers (`run`) and heads (`logits`, `subset_logits`).
         cache: the KV cache.
-        kernels: attend, pick, prepare, accept and advance.
+        kernels: attend, pick, prepare and accept.
         inputs: the input buffers.
     """
 
@@ -180,9 +180,7 @@ class WholeRound:
             hidden = states[-1]
         *later, last = self._layers(layout, key.exit_layer, self.split.num_layers, hidden)
         picks, _ = self.kernels.pick(self.split.logits(last), given.verify.sampling)
-        eos = state[:, EOS:GIVEN]
-        done = self.kernels.accept(tokens, picks, layout.starts, layout.counts, given.remaining, eos, key.width)
-        self.kernels.advance(state, done.num_kept, done.ended, done.last)
+        done = self.kernels.accept(state, tokens, picks, layout.starts, layout.counts, key.width)
         finals = self.inputs.finals
         if finals is not None:
             place = (done.num_kept.long() - 1).clamp(min=0)[:, None, None].expand(-1, 1, finals.shape[1])
