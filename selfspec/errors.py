@@ -40,7 +40,7 @@ class DatastoreError(ValueError):
 def whole(name: str, value: object, least: int | None = None) -> int:
     """Return `value` as an int; ValueError where it is no integer or is below `least`."""
     try:
-        number = operator.index(value)  # type: ignore[arg-type]
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = None
     if number is None or (least is not None and number < least):

@@ -419,7 +419,7 @@ class LLM:
 def several_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A single prompt as a list of one: a text, a mapping, or a list of token ids."""
     given: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
-    if isinstance(given, str | Mapping):
+    if isinstance(given, str | bytes | Mapping):
         return [given]
     if isinstance(given, Sequence) and given and all(isinstance(token, Integral) for token in given):
         return [given]

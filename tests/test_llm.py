@@ -132,6 +132,13 @@ def test_a_conversation_is_what_the_chat_template_makes_of_it(speaker):
         speaker.tokenizer.chat_template = None
 
 
+def test_half_a_character_is_refused_by_the_name_of_its_field(speaker):
+    with pytest.raises(ValueError, match="prompt holds half a character"):
+        speaker.generate("a\ud800b")
+    with pytest.raises(ValueError, match="prediction holds half a character"):
+        speaker.generate("ab", SamplingParams(prediction="a\ud800"))
+
+
 def test_a_request_that_opts_out_is_never_drafted_and_writes_the_same(model):
     policy = Schedule(3, 4)
     llm = LLM(model, speculative=SpeculativeConfig(policy=policy))
@@ -373,6 +380,9 @@ def test_logprobs_are_told_by_token_add_up_and_are_streamed(speaker):
         (lambda m: LLM(m).generate([[]]), "prompt is empty"),
         (lambda m: LLM(m).generate({"text": "abc"}), "must have 'prompt' or 'prompt_token_ids', got"),
         (lambda m: LLM(m).generate(3), "prompts must be texts or lists of token ids, got a int"),
+        (lambda m: LLM(m).generate(b"abc"), "prompts must be texts or lists of token ids, got a bytes"),
+        (lambda m: LLM(m).generate([[True, False]]), "a prompt's token id must be a whole number, got True"),
+        (lambda m: SamplingParams(max_tokens=True), "max_tokens must be a whole number of at least 1, got True"),
         (lambda m: LLM(m).generate([[5]], {"n": 2}), "sampling_params must be a SamplingParams or a list of them"),
         (lambda m: LLM(m).generate([[5]], [SamplingParams()] * 2), r"one per prompt \(1\), got 2"),
         (lambda m: LLM(m).generate([[5]], SamplingParams(n=2)), "n must be 1 with greedy decoding"),

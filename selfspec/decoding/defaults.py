@@ -120,10 +120,10 @@ class GenerationDefaults:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("prompt is text but there is no tokenizer; pass token ids, or load with tokenizer=...")
-            ids = [int(token) for token in self.tokenizer(prompt)["input_ids"]]
+            ids = self._encoded("prompt", prompt)
         else:
             given = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-            if not hasattr(given, "__iter__"):
+            if not hasattr(given, "__iter__") or isinstance(given, bytes):
                 raise ValueError(f"prompts must be texts or lists of token ids, got a {type(prompt).__name__}")
             ids = [whole("a prompt's token id", token) for token in given]
         return ids
@@ -159,8 +159,16 @@ class GenerationDefaults:
             return request
         if self.tokenizer is None:
             raise ValueError("prediction is a text but there is no tokenizer; pass token ids")
-        ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids = tuple(self._encoded("prediction", text, add_special_tokens=False))
         return replace(request, params=replace(request.params, prediction=ids))
+
+    def _encoded(self, name: str, text: str, **options: Any) -> list[int]:
+        """The token ids of a text; ValueError where it cannot be written in UTF-8, which tokenizers ask for."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{name} holds half a character (a lone surrogate); leave it out") from None
+        return [int(token) for token in self.tokenizer(text, **options)["input_ids"]]
 
     def _completed(self, request: Request) -> Request:
         over = request.params.generation_config

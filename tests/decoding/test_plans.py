@@ -89,7 +89,6 @@ def test_a_plan_that_cannot_be_carried_out_is_refused_in_a_sentence(plan, senten
         Plan(np.int64(2), (np.int64(3),), num_rounds=4),
         Plan(0, [3], num_rounds=4),
         Plan(0, (1 << 70,), num_rounds=1 << 70, deadline=float("inf")),
-        Plan(True, (True,)),
     ],
 )
 @pytest.mark.parametrize("backend", ["views", "compiled"])
