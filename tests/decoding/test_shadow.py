@@ -73,7 +73,7 @@ def probes(policy):
 )
 def test_shadow_picks_are_what_each_layer_would_have_picked(family, params):
     target, prompts, policy = tiny(family), make_prompts((12, 7, 1, 20), seed=1), Adversary(7, 4, most_rounds=1)
-    done = decode(target, prompts, policy, replace(params, max_tokens=24))
+    done = decode(target, prompts, policy, replace(params, max_tokens=64))
     truth = {
         str(at): picks_of_every_layer(target, prompt, one.token_ids, params)
         for at, (prompt, one) in enumerate(zip(prompts, done, strict=True))
