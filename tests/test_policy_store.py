@@ -143,6 +143,7 @@ def test_a_policy_that_was_interrupted_decides_no_more(target, monkeypatch, prob
     tokens(target, PROMPTS[0])
     costs, wanted = target.costs(), tokens(target, PROMPTS[2], policy="plain")
     monkeypatch.setattr("selfspec.control.adaptive.decide", interrupted)
+    monkeypatch.setattr(Adaptive, "_can_go_on", lambda *given: False)  # however long the last decision took
     with pytest.raises(problem):
         tokens(target, PROMPTS[2])
     assert is_prior(target.prior, target.split.num_layers)
