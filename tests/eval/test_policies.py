@@ -123,7 +123,7 @@ def sure_of(layer, num_layers=4):
 
 
 def test_adaptive_starts_every_prompt_with_the_given_statistics():
-    trace, costs = random_trace(0, 4, 80), made_up_costs(4)
+    trace, costs = random_trace(2, 4, 80), made_up_costs(4)
 
     def planned(prior):
         rounds = replay([trace], make("adaptive:exit", costs, prior=prior), costs).rounds
