@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 MIN_PICKS = 12.0  # lasting observations from which on a layer's acceptance counts as measured
 SEED_SHARE = 0.01  # largest time for probing a prompt, as a share of the row's plain decoding
 UNKNOWN_ROUNDS = 4  # rounds between decisions while the layer that drafts has few observations
-FIRST, MOST_ROUNDS = 16, 256  # rounds between decisions: at least, and at most after many
+FIRST, MOST_ROUNDS = 16, 256  # rounds between decisions: at first; the number doubles up to the most
 CHANGED = 0.1  # relative change of a plain round's time after which layers are judged again
 DECISION_SHARE = 0.003  # largest share of the time for decisions
 PLAIN_ROUNDS = 4, 3  # plain rounds that are measured at once: at first, and later
@@ -105,7 +105,7 @@ class Adaptive(Policy):
         self._has_processors = False  # whether any of these rows has processors
         self._context_lengths: abc.Sequence[int] = (0,)  # tokens per row
         self._pause = 0  # rounds until another decision is within its share of the time
-        self._rounds_left, self._interval = 0, FIRST  # rounds to the next decision, and what they are at most
+        self._rounds_left, self._interval = 0, FIRST  # rounds to the next decision, and what they are at least
         self._has_probed, self._next_row = False, 0  # whether a probe was made for the next decision; its next row
         self._decision_seconds = 0.0  # moving average of the policy's own time in a step with a decision
         self._decided_for = 0, False  # rows, and whether any has processors, of the last decision about layers
@@ -134,11 +134,12 @@ class Adaptive(Policy):
 
     def _reset_drafters(self) -> None:
         self._drafters = Drafters(self.costs, self._vocabulary, self._has_copies)
-        self._rounds_left, self._is_evidence_new, self._has_probed = 0, True, True
+        self._rounds_left = self._pause = 0
+        self._is_evidence_new = self._has_probed = True
 
     def forget_rows(self) -> None:
         """Drop the statistics of single rows. Later rows may then have the same sequence ids."""
-        self._rows = []
+        self._rows, self._lines, self._in_ledger = [], {}, []
         self._ngrams.keep_rows(())
 
     def state(self) -> dict[str, Any]:
@@ -189,6 +190,8 @@ class Adaptive(Policy):
             self._rounds_left = max(self._rounds_left, self._pause)
         if is_other and self._can_go_on(count, has_processors):
             self._go_on_with(identities)
+            self._rounds_left = min(self._rounds_left, self._pause)
+            self.ledger = self.ledger._replace(plain_seconds=times.plain_seconds).entered(0.0)
         elif is_other or self._rounds_left <= 0:
             is_first = not self._decided_rows
             shadow = None if is_other or self._has_probed else self._probe(count)
@@ -232,13 +235,6 @@ class Adaptive(Policy):
         self._next_row, self._has_probed = (self._next_row + count) % num_rows, True
         return ShadowPlan(layers, picked, 1 if self.costs.recorded is not None else PROBED_TOKENS)
 
-    def _until_probe(self) -> int:
-        """Rounds until the ledger covers a probe of one row, if nothing is lost until then."""
-        price, ledger = self._probe_price(self._probed, math.ceil(1 + self.decision.length)), self.ledger
-        if not self._probed or price > ledger.most:
-            return MOST_ROUNDS
-        return math.ceil(max(0.0, price - ledger.balance) / (SHARE * ledger.plain_seconds))
-
     def _probing(self, shadow: ShadowPlan, num_rows: int) -> Plan:
         """One round with a probe, and a decision after it."""
         self._rounds_left = 0
@@ -272,7 +268,7 @@ class Adaptive(Policy):
             self._settled_to = self.ledger.balance if candidates.has_refused else math.inf
         else:
             self.decision = self.decision._replace(usual=count / plain)
-        self._interval = min(2 * self._interval, MOST_ROUNDS) if count == self._decided_rows else 2 * FIRST
+        self._interval = min(2 * self._interval, MOST_ROUNDS) if count == self._decided_rows else FIRST
         self._set_layers_price(plain)
         usual = self.decision.usual if self.ledger.covers_layers else count / plain
         self._set_lookups(rows, times, plain + max(self.ledger.balance, self.ledger.most / 4), usual)
@@ -281,7 +277,7 @@ class Adaptive(Policy):
         exit_layer = self.decision.exit_layer
         is_unknown = exit_layer is not None and self.tracker.num_lasting(exit_layer) < MIN_PICKS
         self._is_extra, pause = self._pause > 0, math.ceil(self._decision_seconds / (DECISION_SHARE * plain))
-        self._rounds_left = max(pause, FIRST, min(self._until_probe(), self._interval))
+        self._rounds_left = max(pause, self._interval)
         if is_unknown and self.ledger.covers_layers:  # it drafts, so there will be observations
             self._rounds_left = UNKNOWN_ROUNDS
         self._has_probed, self._has_decided = is_unknown, True
@@ -304,7 +300,7 @@ class Adaptive(Policy):
 
     def _set_lookups(self, rows: list[Sequence], times: Times, affordable: float, usual: float) -> None:
         """Choose draft lengths by match length, and set what these rounds lose if nothing is accepted."""
-        self._table = self._lookups = None
+        self._table = None
         self._decided_rows, self._lines, prices = len(rows), {row: at for at, row in enumerate(self._in_ledger)}, (0.0,)
         if self._looks_up:
             for row in rows:
@@ -322,15 +318,17 @@ class Adaptive(Policy):
     def _can_go_on(self, num_rows: int, has_processors: bool) -> bool:
         """Whether the last decision may serve other rows until the next one is within its share of the time."""
         is_like = 2 * abs(num_rows - self._decided_rows) <= self._decided_rows
+        is_like &= self.costs.recorded_length(num_rows) == self.costs.recorded_length(self._decided_rows)
         return self._pause > 0 and is_like and has_processors == self._has_processors
 
     def _go_on_with(self, rows: list[tuple[int, int]]) -> None:
         """Keep the decision for other rows, given by identity. New rows draft after matches as rows usually do."""
-        self._rows, table = rows, self._table
+        table = self._table
         if table is not None:
             lines = [self._lines.get(row, -1) for row in rows]
             lengths, gains = tuple([table.lengths[at] for at in lines]), tuple([table.gains[at] for at in lines])
-            self._lookups = table._replace(lengths=lengths, gains=gains)
+            table = table._replace(lengths=lengths, gains=gains)
+        self._rows, self._lookups = rows, table  # no call in between, after which an interrupt would leave one of them
 
     def _times_of(self, context_lengths: abc.Sequence[int]) -> Times:
         return self._all_times.of(len(context_lengths), _mean(context_lengths))
