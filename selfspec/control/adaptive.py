@@ -96,7 +96,6 @@ class Adaptive(Policy):
         self._table: LookupTable | None = None  # of the rows of the last decision, and of all others
         self._lookups: LookupTable | None = None  # of the rows of the last plan
         self._could_pay: tuple[int, ...] = ()  # layers that are faster than the decision if they are always right
-        self._probed: tuple[int, ...] = ()  # those that are worth a probe
         self._rows: list[tuple[int, int]] = []  # identities of the rows of the last plan, see `Sequence.identity`
         self._lines: dict[tuple[int, int], int] = {}  # of rows in `_table`
         self._decided_rows = 0  # rows of the last decision
@@ -107,6 +106,7 @@ class Adaptive(Policy):
         self._pause = 0  # rounds until another decision is within its share of the time
         self._rounds_left, self._interval = 0, FIRST  # rounds to the next decision, and what they are at least
         self._has_probed, self._next_row = False, 0  # whether a probe was made for the next decision; its next row
+        self._probed_at = 0.0  # emitted tokens per row until the last probe
         self._decision_seconds = 0.0  # moving average of the policy's own time in a step with a decision
         self._decided_for = 0, False  # rows, and whether any has processors, of the last decision about layers
         self._decided_at = math.inf  # seconds of a plain round then
@@ -178,6 +178,7 @@ class Adaptive(Policy):
             self.ledger, self._in_ledger = self.ledger.of_rows(self._in_ledger, identities), identities
         self._has_decided = False
         if times.measured_plain is None:
+            self._rounds_left = self._rounds_left if is_other else 0  # the same rows, in another range of contexts
             return Plan(None, (0,) * count, num_rounds=PLAIN_ROUNDS[0], speedup=1.0)
         plain_in = times.plain_at + PLAIN_WINDOWS * window(times.plain_seconds) - self._all_times.seconds
         if plain_in <= 0:
@@ -186,15 +187,19 @@ class Adaptive(Policy):
             return Plan(None, (0,) * count, speedup=1.0)
         if self._pause <= 0 and self.ledger.layers_price > max(self.ledger.balance, self.ledger.least_stake):
             self._rounds_left = 0  # shorter drafts may be covered
-        if self._pause > 0 and self.ledger.balance < self._decision_seconds:  # an extra decision is not covered
+        is_like, is_covered = self._is_like(count, has_processors), self.ledger.balance >= self._decision_seconds
+        if self._pause > 0 and not is_covered:  # another decision has to wait
+            if is_other and not is_like:
+                return Plan(None, (0,) * count, num_rounds=self._pause, speedup=1.0)
             self._rounds_left = max(self._rounds_left, self._pause)
-        if is_other and self._can_go_on(count, has_processors):
+        if is_other and is_like:
             self._go_on_with(identities)
             self._rounds_left = min(self._rounds_left, self._pause)
             self.ledger = self.ledger._replace(plain_seconds=times.plain_seconds).entered(0.0)
-        elif is_other or self._rounds_left <= 0:
+        if self._rounds_left <= 0 or (is_other and not is_like):
             is_first = not self._decided_rows
-            shadow = None if is_other or self._has_probed else self._probe(count)
+            is_probe_due = not is_other or self._clock.tokens >= self._probed_at + MOST_ROUNDS
+            shadow = self._probe(count) if is_like and is_probe_due and not self._has_probed else None
             if shadow is None:
                 self._has_processors = has_processors
                 self._decide(rows, times)
@@ -227,12 +232,14 @@ class Adaptive(Policy):
 
     def _probe(self, num_rows: int) -> ShadowPlan | None:
         """A probe of layers that do not draft but could be faster, of as many rows as the ledger covers."""
-        layers, each, most = self._probed, math.ceil(1 + self.decision.length), min(num_rows, PROBED_ROWS)
+        layers = tuple([layer for layer in self._could_pay if layer != self.decision.exit_layer])
+        each, most = math.ceil(1 + self.decision.length), min(num_rows, PROBED_ROWS)
         count = next((n for n in range(most, 0, -1) if self._probe_price(layers, n * each) <= self.ledger.balance), 0)
         if not layers or not count:
             return None
         picked = tuple(sorted((self._next_row + i) % num_rows for i in range(count)))
         self._next_row, self._has_probed = (self._next_row + count) % num_rows, True
+        self._probed_at = self._clock.tokens
         return ShadowPlan(layers, picked, 1 if self.costs.recorded is not None else PROBED_TOKENS)
 
     def _probing(self, shadow: ShadowPlan, num_rows: int) -> Plan:
@@ -273,7 +280,6 @@ class Adaptive(Policy):
         usual = self.decision.usual if self.ledger.covers_layers else count / plain
         self._set_lookups(rows, times, plain + max(self.ledger.balance, self.ledger.most / 4), usual)
         self._go_on_with(self._in_ledger)  # last, so that an interrupted decision is made again
-        self._probed = tuple([layer for layer in self._could_pay if layer != self.decision.exit_layer])
         exit_layer = self.decision.exit_layer
         is_unknown = exit_layer is not None and self.tracker.num_lasting(exit_layer) < MIN_PICKS
         self._is_extra, pause = self._pause > 0, math.ceil(self._decision_seconds / (DECISION_SHARE * plain))
@@ -300,8 +306,7 @@ class Adaptive(Policy):
 
     def _set_lookups(self, rows: list[Sequence], times: Times, affordable: float, usual: float) -> None:
         """Choose draft lengths by match length, and set what these rounds lose if nothing is accepted."""
-        self._table = None
-        self._decided_rows, self._lines, prices = len(rows), {row: at for at, row in enumerate(self._in_ledger)}, (0.0,)
+        found, prices, lines = None, (0.0,), {row: at for at, row in enumerate(self._in_ledger)}
         if self._looks_up:
             for row in rows:
                 if row.new_lookup is not None:
@@ -310,16 +315,17 @@ class Adaptive(Policy):
             self._ngrams.keep_rows([row.seq_id for row in rows])
             seconds, longest = times.lookups(), self.costs.recorded_length(len(rows))
             most = min(self._most_found, int(np.count_nonzero(seconds <= affordable)) - 1)
-            self._table = table(rates, len(rows), seconds, usual, most if longest is None else min(most, longest))
-            if self._table is not None:
+            found = table(rates, len(rows), seconds, usual, most if longest is None else min(most, longest))
+            if found is not None:
                 prices = tuple((seconds - seconds[0]).tolist())
         self.ledger = self.ledger._replace(lookup_prices=prices)
+        self._table, self._lines, self._decided_rows = found, lines, len(rows)
 
-    def _can_go_on(self, num_rows: int, has_processors: bool) -> bool:
-        """Whether the last decision may serve other rows until the next one is within its share of the time."""
-        is_like = 2 * abs(num_rows - self._decided_rows) <= self._decided_rows
-        is_like &= self.costs.recorded_length(num_rows) == self.costs.recorded_length(self._decided_rows)
-        return self._pause > 0 and is_like and has_processors == self._has_processors
+    def _is_like(self, num_rows: int, has_processors: bool) -> bool:
+        """Whether the last decision may serve these rows until the next one."""
+        decided = self._decided_rows
+        is_like = 2 * abs(num_rows - decided) <= decided and has_processors == self._has_processors
+        return is_like and self.costs.recorded_length(num_rows) == self.costs.recorded_length(decided)
 
     def _go_on_with(self, rows: list[tuple[int, int]]) -> None:
         """Keep the decision for other rows, given by identity. New rows draft after matches as rows usually do."""

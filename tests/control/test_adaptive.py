@@ -59,7 +59,8 @@ def test_drafts_are_as_long_as_planned_where_costs_rise_in_steps():
 def test_it_drafts_nothing_with_layers_that_are_never_right():
     costs = even_costs()
     rounds = decode(Adaptive(costs), costs, texts(0, count=1)).rounds
-    assert sum(round_.exit_layer is not None for round_ in rounds) <= 8
+    drafted = [round_.exit_layer is not None for round_ in rounds]
+    assert sum(drafted) <= 8 and sum(drafted[32:]) <= 4
 
 
 def test_of_layers_that_are_always_right_the_cheapest_drafts_the_maximum():
@@ -278,3 +279,18 @@ def test_a_probe_that_is_never_covered_cuts_no_program():
     done = play(policy, costs, 4000, right=lambda plan, n: 0, most=3)
     assert all(one.plan.shadow is None for one in done)
     assert sum(one.is_first for one in done[-1000:]) < 50
+
+
+def test_decisions_of_bursts_of_other_numbers_of_rows_stay_within_their_share():
+    """One row and four by turns, where a decision takes as long as a plain round: most bursts are decoded plainly."""
+    costs, rows = even_costs(rows=(1, 4)), [sequence(i, 5000, 50) for i in range(5)]
+    policy, decisions, seconds = Adaptive(costs, drafters=["lookup"]), 0, 0.0
+    for at in range(500):
+        now = rows[:1] if at % 2 else rows[1:]
+        plan = policy.plan(now)
+        decisions += policy._has_decided
+        taken = [StageSeconds(verify=costs.plain_round(len(now), 50)) for _ in range(8)]
+        taken[0].control = 1e-3 if policy._has_decided else 0.0
+        policy.observe(plan, [RoundOutput(None, [row_round(row, 0, 0) for row in now], one, plan) for one in taken])
+        seconds += sum([one.total for one in taken])
+    assert decisions > 1 and decisions * 1e-3 < 0.02 * seconds
