@@ -42,8 +42,9 @@ FAULTS = {
     ),
     "drafts by lookup are not judged": Edit(
         "round.cpp",
-        "if (v.num_likely) report(",
-        "if (FAULT && !v.exit_layer && place < v.counts[r]) out[place] = drafted[place];\n if (v.num_likely) report(",
+        "if (v.num_likely && v.num_likely[r] >= 0)",
+        "if (FAULT && !v.exit_layer && place < v.counts[r]) out[place] = drafted[place];\n"
+        "if (v.num_likely && v.num_likely[r] >= 0)",
     ),
     "a layer is left out after the draft": Edit(
         "round.cpp", "run(all, is_read ? v.exit_layer : 0,", "run(all, is_read ? v.exit_layer + FAULT : 0,"
@@ -81,8 +82,8 @@ FAULTS = {
     "a bias holds for one position less": Edit("penalties.h", ">= row.bias.until[i])", ">= row.bias.until[i] - FAULT)"),
     "masks of the position before": Edit(
         "round.cpp",
-        "d.grammars->after(row, v.tokens + row * v.most, place).mask",
-        "d.grammars->after(row, v.tokens + row * v.most, place - (FAULT && place)).mask",
+        "at - all.firsts[r]).mask",
+        "at - all.firsts[r] - (FAULT && at > all.firsts[r])).mask",
     ),
     "drafts are not told to grammars": Edit(
         "grammars.h", "path.num_taken + count];", "path.num_taken + count * !FAULT];"

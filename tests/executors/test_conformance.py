@@ -149,7 +149,7 @@ def test_random_plans_draft_in_every_way_and_each_executor_runs_its_own(
 
         monkeypatch.setattr(owner, method, counted)
     rows = []
-    for seed in range(2 if kind in RECORDED else 5):
+    for seed in range(3 if kind in RECORDED else 5):
         policy = programs(seed, kind, eager=0.3)
         check(kind, seed, policy, audit=False, **({"corpus": corpus} if seed == 1 else {}))
         rows += policy.rows

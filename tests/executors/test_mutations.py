@@ -224,11 +224,11 @@ def an_exit_too_early(self, *given, honest=WholeRound._draft):
         self.key = key
 
 
-def one_token_too_many(fed, picks, starts, counts, *more, honest=REFERENCE.accept):
+def one_token_too_many(state, fed, picks, starts, counts, *more, honest=REFERENCE.accept):
     """What is drafted first is never refused."""
     at = starts.long()
     first = torch.where(counts > 1, fed[(at + 1).clamp(max=len(fed) - 1)], picks[at])
-    return honest(fed, picks.scatter(0, at, first), starts, counts, *more)
+    return honest(state, fed, picks.scatter(0, at, first), starts, counts, *more)
 
 
 RECORDED = [
