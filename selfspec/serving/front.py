@@ -42,7 +42,8 @@ class Front:
     def __init__(self, upstream: str, metrics: Callable[[], bytes]) -> None:
         self._metrics = metrics
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._client = httpx.AsyncClient(base_url=upstream, timeout=None, limits=limits)
+        self.client = httpx.AsyncClient(base_url=upstream, timeout=None, limits=limits)
+        """To be closed in the event loop that called the application."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -84,8 +85,8 @@ class Front:
         """
         headers = [(name, value) for name, value in scope["headers"] if name.decode() not in NOT_PASSED]
         url = httpx.URL(path=scope["path"], query=scope["query_string"])
-        request = self._client.build_request(scope["method"], url, headers=headers, content=body)
-        response = await self._client.send(request, stream=True)
+        request = self.client.build_request(scope["method"], url, headers=headers, content=body)
+        response = await self.client.send(request, stream=True)
         try:
             if response.status_code >= 500 and REPLICA_ID not in response.headers:
                 return False
@@ -145,9 +146,14 @@ def fronted(
     options: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "lifespan": "off"}
     options["timeout_graceful_shutdown"] = int(config.request_timeout)
     metrics = Metrics(config.model)
-    app = bordered(Front(upstream, lambda: joined(metrics.text(), told())), config, metrics)
-    server = uvicorn.Server(uvicorn.Config(app, **options))
-    thread = threading.Thread(target=server.run, args=(sockets,), name="selfspec-front", daemon=True)
+    front = Front(upstream, lambda: joined(metrics.text(), told()))
+    server = uvicorn.Server(uvicorn.Config(bordered(front, config, metrics), **options))
+
+    async def served() -> None:
+        async with front.client:
+            await server.serve(sockets)
+
+    thread = threading.Thread(target=lambda: asyncio.run(served()), name="selfspec-front", daemon=True)
     thread.start()
     try:
         yield

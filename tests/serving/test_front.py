@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import httpx
@@ -156,6 +157,20 @@ def test_what_a_replica_raises_is_its_own_500_once():
     with asked("/v1/completions", answer(told.status_code, told.content, *headers)) as (passed, seen):
         assert (passed.status_code, passed.json()["error"]["message"]) == (500, "the server failed")
         assert passed.headers["x-replica-id"] == "a" and len(seen) == 1
+
+
+def test_a_front_that_ends_leaves_no_connection_open():
+    with socket.create_server(("127.0.0.1", 0)) as upstream, bound("127.0.0.1", 0) as at:
+        url, inner = (f"http://127.0.0.1:{one.getsockname()[1]}" for one in (at, upstream))
+        with front.fronted(inner, ServerConfig(access_log=False), [at]), ThreadPoolExecutor() as pool:
+            told = pool.submit(httpx.post, url + "/v1/completions", content=BODY, timeout=PATIENCE)
+            connection, _ = upstream.accept()
+            connection.settimeout(PATIENCE)
+            connection.sendall(OK)
+            assert told.result().status_code == 200
+        with connection:
+            while connection.recv(1 << 16):
+                pass
 
 
 def test_half_a_body_of_a_client_that_leaves_is_passed_on_to_nobody():
