@@ -218,8 +218,7 @@ def measured(llm: LLM, cell: Cell, config: GuardConfig) -> Found:
     given = dict(text.partition("=")[::2] for text in config.texts)[cell.text]
     share = _share(given)
     prompts = encode(read_questions(given), llm.tokenizer) if share is None else _random_prompts(llm)
-    plain = with_policy(llm, policy="plain", max_num_seqs=cell.rows)
-    kept = with_policy(llm, max_num_seqs=cell.rows)
+    plain, policy = (with_policy(llm, policy=name, max_num_seqs=cell.rows) for name in ("plain", "adaptive"))
     found, begun = Found([], True), perf_counter()
     for number in count():
         batch = [prompts[(number * cell.rows + i) % len(prompts)] for i in range(cell.rows)]
@@ -227,7 +226,8 @@ def measured(llm: LLM, cell: Cell, config: GuardConfig) -> Found:
             for one in (plain, with_policy(llm, max_num_seqs=cell.rows)):
                 decode(one, batch, 8)
         predictions = None if share is None else _predicted(plain, batch, cell, config.tokens, number, share)
-        policy = kept if cell.start == WARM else with_policy(llm, max_num_seqs=cell.rows)
+        if cell.start == COLD:  # both with a new KV cache, whose memory has not been touched
+            plain, policy = plain.with_speculative(plain.speculative), policy.with_speculative(policy.speculative)
         pair = (plain, policy) if number % 2 else (policy, plain)
         with measurement.no_garbage_collection():
             done = {id(one): _decoded(one, batch, cell, config.tokens, number, predictions) for one in pair}
