@@ -1,7 +1,8 @@
 """`Front`: the address of several replicas, before Ray Serve's proxy. No request that it took is lost without a word.
 
-A request goes to another replica where the first one dies before its answer has begun; the text is the same. A stream
-that breaks ends with an error event. Where no replica answers, it is 503 with Retry-After, in the API's shape.
+A request that no replica has read is sent again. One whose replica dies before its answer has begun goes to one other;
+the text is the same. It may be what kills them, so where that one dies, too, it is an error. A stream that breaks ends
+with an error event. Where no replica answers, it is 503 with Retry-After, in the API's shape.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from selfspec.serving.metrics import Metrics, joined
 from selfspec.serving.refusal import Refusal
 
 TRIES, FIRST_WAIT = 6, 0.1  # seconds before the second try, which double
+MOST_LOST = 2  # replicas that may die with a request
+UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+NO_RETRY = {"x-should-retry": "false"}  # OpenAI's and Anthropic's clients try again after other errors of a server
 ENDS = [b"[DONE]"]  # in the last event of a stream
 ENDS += [b'"type":"' + kind for kind in (b"error", b"message_stop", b"response.completed", b"response.incomplete")]
 NOT_PASSED = ("connection", "content-length", "host", "keep-alive", "transfer-encoding")
@@ -66,30 +70,40 @@ class Front:
             work.result()
 
     async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        num_lost = 0
         for attempt in range(TRIES):
             if attempt:
                 await asyncio.sleep(FIRST_WAIT * 2 ** (attempt - 1))
             try:
                 if await self._tried(scope, body, send):
                     return
+            except UNSENT:
+                continue
             except httpx.TransportError:
-                continue  # nothing has been sent
+                num_lost += 1
+                if num_lost == MOST_LOST:
+                    sentence = f"{MOST_LOST} replicas died with this request, before an answer; check what it asks for"
+                    lost = Refusal(sentence, 500, code="replica_lost")
+                    await Json(lost.body_for(scope["path"]), lost.status, NO_RETRY)(scope, receive, send)
+                    return
         refusal = Refusal("no replica answers; try again later", 503, code="unavailable", retry_after=2)
         await Json(refusal.body_for(scope["path"]), refusal.status, refusal.headers)(scope, receive, send)
 
     async def _tried(self, scope: Scope, body: bytes, send: Send) -> bool:
-        """Whether a replica answered.
+        """Whether a replica answered; False: none has read the request.
 
         Raises:
-            httpx.TransportError: it died before its answer began.
+            httpx.TransportError: it died before its answer began; or one of `UNSENT`.
         """
         headers = [(name, value) for name, value in scope["headers"] if name.decode() not in NOT_PASSED]
         url = httpx.URL(path=scope["path"], query=scope["query_string"])
         request = self.client.build_request(scope["method"], url, headers=headers, content=body)
         response = await self.client.send(request, stream=True)
         try:
-            if response.status_code >= 500 and REPLICA_ID not in response.headers:
-                return False
+            if response.status_code >= 500 and REPLICA_ID not in response.headers:  # Ray Serve's own
+                if response.status_code == 503:
+                    return False
+                raise httpx.ReadError("the replica died")
             scope[COUNTED] = True
             start: Message = {"type": "http.response.start", "status": response.status_code}
             start["headers"] = [one for one in response.headers.raw if one[0].decode().lower() not in NOT_PASSED]

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import httpx
 import pytest
@@ -32,6 +32,7 @@ JSON = ("content-type: application/json", "x-replica-id: a")
 STREAM = ("content-type: text/event-stream", "x-replica-id: a")
 OK, WHOLE = answer(200, b'{"text":"hi"}', *JSON), answer(200, EVENT + b"data: [DONE]\n\n", *STREAM)
 DEAD, LOST = b"", answer(500, b"Internal Server Error", "content-type: text/plain")
+UNREAD = answer(503, b"Request dropped due to backpressure", "content-type: text/plain")
 BREAKS, NEVER_BEGINS = answer(200, EVENT, *STREAM, length=999), answer(200, b"", *STREAM, length=999)
 HALF = answer(200, b'{"te', *JSON, length=13)
 
@@ -66,6 +67,8 @@ def asked(path, *answers, metrics=dict, method="POST", headers=None, **config):
                     break
                 except httpx.ConnectError:
                     threading.Event().wait(0.05)
+    with suppress(OSError):  # an answer that nobody asked for is waited for no longer
+        upstream.shutdown(socket.SHUT_RDWR)
     upstream.close()
     thread.join(PATIENCE)
     yield told, seen
@@ -76,7 +79,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(front, "FIRST_WAIT", 0.001)
 
 
-@pytest.mark.parametrize("first", [[], [DEAD], [LOST], [HALF], [DEAD, LOST, HALF, NEVER_BEGINS]])
+@pytest.mark.parametrize("first", [[], [DEAD], [LOST], [HALF], [NEVER_BEGINS], [UNREAD] * 5, [UNREAD, DEAD, UNREAD]])
 @pytest.mark.parametrize(("last", "body"), [(OK, b'{"text":"hi"}'), (WHOLE, EVENT + b"data: [DONE]\n\n")])
 def test_what_has_not_begun_is_asked_again(first, last, body):
     with asked("/v1/completions", *first, last) as (told, seen):
@@ -102,18 +105,40 @@ def test_a_stream_that_breaks_ends_with_an_error_event(path, words):
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
 def test_where_no_replica_answers_it_says_when_to_come_back(path):
-    with asked(path, *[LOST] * front.TRIES) as (told, seen):
+    with asked(path, *[UNREAD] * front.TRIES) as (told, seen):
         assert told.status_code == 503 and told.headers["retry-after"] == "2" and len(seen) == front.TRIES
         assert "no replica answers" in told.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+@pytest.mark.parametrize("deaths", [[DEAD, LOST], [UNREAD, HALF, UNREAD, NEVER_BEGINS]])
+def test_a_request_that_kills_replicas_kills_two_at_most(path, deaths):
+    """Its clients are told not to send it again."""
+    with asked(path, *deaths, OK) as (told, seen):
+        assert told.status_code == 500 and len(seen) == len(deaths) and told.headers["x-should-retry"] == "false"
+        assert "2 replicas died with this request" in told.json()["error"]["message"]
+
+
+def test_where_nobody_listens_it_is_asked_again(monkeypatch):
+    """As while Ray Serve's proxy starts anew: no try counts as a death."""
+    tries = []
+
+    async def refused(self, request, **options):
+        tries.append(request)
+        raise httpx.ConnectError("refused")
+
+    monkeypatch.setattr(httpx.AsyncClient, "send", refused)
+    with asked("/v1/completions") as (told, seen):
+        assert told.status_code == 503 and len(tries) == front.TRIES and not seen
 
 
 def test_answers_are_counted_by_those_that_give_them(monkeypatch):
     counted = []
     monkeypatch.setattr(Metrics, "answered", lambda self, method, handler, status, seconds: counted.append(status))
-    for answers in ([OK], [LOST] * front.TRIES):
+    for answers in ([OK], [UNREAD] * front.TRIES, [LOST] * 2):
         with asked("/v1/completions", *answers):
             pass
-    assert counted == [503]
+    assert counted == [503, 500]
 
 
 def test_a_replicas_own_errors_are_passed_on():
