@@ -6,7 +6,7 @@ import math
 import re
 from collections import abc
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from selfspec.errors import flag, got, is_number, whole
@@ -57,7 +57,8 @@ class SamplingParams:
         stop_token_ids: further tokens that end the output; they are part of `token_ids`.
         include_stop_str_in_output: the text that ended the output is part of it.
         ignore_eos: write on after an end-of-text token.
-        min_tokens: no end-of-text or stop token, and no text of `stop`, ends the output before so many new tokens.
+        min_tokens: no end-of-text or stop token, and no text of `stop`, ends the output before so many new tokens; at most
+            `max_tokens`, if that is given.
         skip_special_tokens: leave special tokens, such as an end of text, out of the text.
         repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in prompt or output; 1.
         presence_penalty: is subtracted from the logits of tokens in the output, in [-2, 2]; 0.
@@ -123,6 +124,8 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and whole(name, value, least) > (math.inf if most is None else most):
                 raise ValueError(f"{name} must be at most {most}, got {value}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens must be at most max_tokens, {self.max_tokens}, got {self.min_tokens}")
         if not -(1 << 63) <= whole("seed", self.seed) < 1 << 63:
             raise ValueError(f"seed must be a 64-bit integer, got {self.seed}")
         for name in ("speculative", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
@@ -174,6 +177,10 @@ class SamplingParams:
         if given is None:
             return ()
         return tuple(given) if isinstance(given, Collection) and not callable(given) else (given,)
+
+    def limited(self, max_tokens: int) -> SamplingParams:
+        """The same with so many new tokens at most, which `min_tokens` gives way to."""
+        return replace(self, max_tokens=max_tokens, min_tokens=min(self.min_tokens, max_tokens))
 
     @property
     def is_greedy(self) -> bool:

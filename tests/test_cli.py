@@ -197,6 +197,11 @@ def test_plans_of_several_rows(generate):
     assert re.match(r"round    1   2 rows  exit  2  up to  4  drafted  6  accepted  \d\n", done.err)
 
 
+def test_a_length_in_a_file_of_prompts_below_min_tokens_is_refused(generate):
+    done = generate("--prompts", "-", "--min-tokens", 4, stdin=b'{"prompt": "a", "max_tokens": 3}')
+    assert_refused(done, 2, "--min-tokens must be at most max_tokens, 3, got 4")
+
+
 def test_text_comes_after_the_plans(generate, monkeypatch):
     plain = generate("abc", "--max-tokens", 40).out
     monkeypatch.setattr(sys, "stdout", terminal := Terminal())

@@ -420,6 +420,7 @@ def test_logprobs_are_told_by_token_add_up_and_are_streamed(speaker):
         (lambda m: SamplingParams(logit_bias={5: 101}), r"logit_bias must be numbers in \[-100, 100\]"),
         (lambda m: SamplingParams(logit_bias={-1: 1}), "a token id of logit_bias"),
         (lambda m: SamplingParams(min_tokens=-1), "min_tokens must be a whole number of at least 0"),
+        (lambda m: SamplingParams(min_tokens=6, max_tokens=5), "min_tokens must be at most max_tokens, 5, got 6"),
         (lambda m: SamplingParams(prediction=5), "prediction must be a text or a list of token ids, got 5"),
         (lambda m: SamplingParams(prediction=[0.5]), "a token id of prediction"),
         (lambda m: LLM(m).generate([[5]], SamplingParams(prediction=[96])), r"prediction must hold .* 0\.\.95"),

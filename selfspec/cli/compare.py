@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -88,7 +88,7 @@ def compare(llm: LLM, prompts: list[list[int]], params: Sequence[SamplingParams]
     generate: list[float] = []
     pair = [(llm.speculative, drafted), (SpeculativeConfig(policy="plain"), plain)]
     for config, _ in pair:
-        run(config, [replace(own, max_tokens=WARM_UP_TOKENS) for own in params])
+        run(config, [own.limited(WARM_UP_TOKENS) for own in params])
     asks = _generate_is_alike(llm, params) and _fits_dense(llm.target.model) and len(shown.token_ids) > 0
     if asks:
         _generate(llm, prompts[0], params[0], WARM_UP_TOKENS)

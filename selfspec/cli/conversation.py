@@ -90,7 +90,7 @@ class Conversation:
             return
         self._num_replies += 1
         with as_sentences():
-            params = replace(self._sampling, max_tokens=min(self._sampling.max_tokens or MAX_TOKENS, capacity))
+            params = self._sampling.limited(min(self._sampling.max_tokens or MAX_TOKENS, capacity))
             self.engine.add_request(str(self._num_replies), {"prompt_token_ids": ids}, params)
         start = perf_counter()
         parts: list[CompletionOutput] = []

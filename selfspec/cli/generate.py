@@ -108,14 +108,15 @@ def generate(
             if wanted and not is_chat:
                 raise Failure(f"{flag} needs a chat template, and the tokenizer of {model} has none; leave it out")
         ids = tokenize(prompts, llm, system, is_chat)
-        params = [
-            replace(
-                sampling,
-                max_tokens=sampling.max_tokens if one.max_tokens is None else one.max_tokens,
-                seed=sampling.seed if one.seed is None else one.seed,
-            )
-            for one in prompts
-        ]
+        with as_sentences():
+            params = [
+                replace(
+                    sampling,
+                    max_tokens=sampling.max_tokens if one.max_tokens is None else one.max_tokens,
+                    seed=sampling.seed if one.seed is None else one.seed,
+                )
+                for one in prompts
+            ]
         display: _Lines | _Text = _Lines(prompts, sampling.n)
         if output.prompts is None and sampling.n == 1:
             display = _Text(llm, output, status, prompts[0].text + "\n\n" * is_chat)

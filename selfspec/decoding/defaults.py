@@ -205,7 +205,7 @@ class GenerationDefaults:
                 )
             changes["stop"] = taken["stop_strings"]
         if (most := _most_new(taken, len(request.prompt_token_ids))) is not None:
-            changes["max_tokens"] = most
+            changes |= {"max_tokens": most, "min_tokens": min(request.params.min_tokens, most)}
         try:
             if changes:
                 request = replace(request, params=replace(request.params, **changes))

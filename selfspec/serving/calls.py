@@ -108,7 +108,7 @@ class Call:
     def params_of(self, prompt: int) -> SamplingParams:
         """Those of a prompt, whose outputs end at the length limit."""
         most = self._max_length - len(self.prompts[prompt])
-        return self.params if (self.params.max_tokens or most + 1) <= most else replace(self.params, max_tokens=most)
+        return self.params if (self.params.max_tokens or most + 1) <= most else self.params.limited(most)
 
     def num_remaining(self, choice: Choice) -> int:
         """Most tokens that an output still gets."""

@@ -99,6 +99,11 @@ class GenerationRequest(Body):
         """Likeliest tokens to tell per position; None: no log-probabilities."""
         raise NotImplementedError
 
+    @property
+    def length(self) -> int | None:
+        """Most new tokens that the request names; None: it leaves them to the server."""
+        return None if self.max_tokens == NO_LIMIT else self.max_tokens
+
     def refuse_unserved(self) -> None:
         """Refuse the fields that ask for what is not served."""
         check_fields(self.model_extra or {})
@@ -126,6 +131,8 @@ class GenerationRequest(Body):
         given = {one.name: getattr(self, one.name) for one in fields(SamplingParams) if one.name in known}
         settings = {name: value for name, value in given.items() if value not in (None, [])}  # these ask for nothing
         settings |= {"top_k": top_k, "seed": seed, "max_tokens": max_tokens, "logit_bias": self._bias()}
+        if self.length is None:
+            settings["min_tokens"] = min(self.min_tokens or 0, max_tokens)
         settings |= {"structured_outputs": structured_outputs(self.shapes)}
         return SamplingParams(**settings | {"logprobs": self.num_likely} | more)
 

@@ -158,6 +158,9 @@ def test_lengths_are_the_configs_unless_a_call_names_one(model, values):
     assert written(target, prompts) == [generated(model, prompt) for prompt in prompts]
     done = decode(target, prompts, "plain", [SamplingParams(max_tokens=3), SamplingParams()])
     assert [len(one.token_ids) for one in done] == [3, len(generated(model, prompts[1]))]
+    least = SamplingParams(min_tokens=30, ignore_eos=True)  # gives way to a length that the caller did not name
+    [one] = decode(target, prompts[:1], "plain", [least])
+    assert len(one.token_ids) == values.get("max_new_tokens", 13)
     assert written(target, prompts[:1], generation_config=False) == written(target, prompts[:1], max_tokens=128)
 
 

@@ -126,6 +126,12 @@ def test_values_that_ask_for_nothing_change_nothing(served):
     assert served.text(max_tokens=8, **nothing) == text
 
 
+def test_min_tokens_gives_way_to_a_length_that_the_server_chose(served):
+    """16 tokens, as OpenAI has it; all that the context holds in conversations."""
+    assert served.complete(min_tokens=600).json()["usage"]["completion_tokens"] == 16
+    assert served.chat(min_tokens=600).json()["usage"]["total_tokens"] == 512
+
+
 WRONG = [
     ({"prompt": ""}, "prompt", "at least one token"),
     ({"prompt": []}, "prompt", "must not be empty"),
@@ -142,6 +148,7 @@ WRONG = [
     ({"top_k": -2}, "top_k", "at least 0"),
     ({"max_tokens": -2}, "max_tokens", "at least 1, got -2"),
     ({"max_tokens": True}, "max_tokens", "valid integer"),
+    ({"max_tokens": 5, "min_tokens": 6}, "min_tokens", "at most max_tokens, 5, got 6"),
     ({"n": 0}, "n", "greater than or equal to 1"),
     ({"n": 10**6, "temperature": 1}, "n", "at most"),
     ({"seed": (1 << 63) - 1, "n": 2, "temperature": 1}, "seed", "64-bit"),
