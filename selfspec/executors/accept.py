@@ -1,4 +1,4 @@
-"""Picks that sampling cannot make."""
+"""Picks that cannot be made."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections import abc
 from selfspec.core import Sequence
 
 
-def num_sampleable(sequence: Sequence, num_accepted: int, can_sample: abc.Sequence[int]) -> int:
-    """The accepted tokens after which a token can be sampled; the sequence may end before the position where none can.
+def num_pickable(sequence: Sequence, num_accepted: int, can_pick: abc.Sequence[int]) -> int:
+    """The accepted tokens after which a token can be picked; the sequence may end before the position where none can.
 
     Args:
-        can_sample: per position, 0 where all logits are -inf or one is NaN.
+        can_pick: per position, 0 where all logits are -inf, or one is NaN, as where processors failed.
 
     Raises:
-        ValueError: not even at the first position, as `generate` raises then; it is the sequence's own fault.
+        ValueError: none can be sampled at the first position, as `generate` raises then; it is the sequence's own
+            fault. A greedy pick there is made of any logits, as in `generate`.
     """
-    if can_sample[0]:
-        return next((i for i in range(num_accepted) if not can_sample[i + 1]), num_accepted)
+    if can_pick[0] or sequence.request.params.is_greedy:
+        return next((i for i in range(num_accepted) if not can_pick[i + 1]), num_accepted)
     with sequence.blame():
         raise ValueError(
             f"no token can be sampled at position {sequence.num_tokens}, where all logits are -inf or one of them is "

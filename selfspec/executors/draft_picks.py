@@ -49,7 +49,7 @@ class DraftPicker:
             logits = penalty.applied(logits, None if tokens is None else tokens.tokens)
         if self._processes:
             pairs = zip(members, logits, strict=True)
-            logits = torch.stack([process(self._rows[i], self._drafted[i], one) for i, one in pairs])
+            logits = torch.stack([process(self._rows[i], self._drafted[i], one, one) for i, one in pairs])
         if self._masks:
             masks = [mask_of(self._rows[i], self._drafted[i]) for i in members]
             logits = masked(logits, masks)

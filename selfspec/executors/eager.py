@@ -13,7 +13,7 @@ from torch import Tensor
 
 from selfspec.core import Plan, RoundOutput, RowRound, Sequence, StageSeconds
 from selfspec.drafting.early_exit import DraftRow, PackedDraft, draft_by_exit
-from selfspec.executors.accept import num_sampleable
+from selfspec.executors.accept import num_pickable
 from selfspec.executors.after_round import add_divergences, add_shadow_picks
 from selfspec.executors.base import Executor, RoundDraft
 from selfspec.executors.draft_picks import DraftPicker
@@ -119,16 +119,16 @@ class EagerExecutor(Executor):
         scores = _processed(rows, owners, draft, logits, penalties)
         params = [rows[i].request.params for i in owners]
         known = [draft.tokens, self.picker(scores, params, positions).tokens]
-        if not all(one.is_greedy for one in params):
+        if not all(one.is_greedy and not one.processors for one in params):
             known.append(scores.amax(-1).isfinite().long())  # no token can be drawn where all are -inf, or one is NaN
-        fed, picks, *can_sample = torch.stack(known).tolist()  # the round's one copy to the host
+        fed, picks, *can_pick = torch.stack(known).tolist()  # the round's one copy to the host
         outputs, at = [], 0
         for row, length in zip(rows, draft.lengths, strict=True):
             end = at + 1 + length
             drafted, own = fed[at + 1 : end], picks[at:end]
             accepted = num_accepted(drafted, own)
-            if can_sample and not row.request.params.is_greedy:
-                accepted = num_sampleable(row, accepted, can_sample[0][at:end])
+            if can_pick:
+                accepted = num_pickable(row, accepted, can_pick[0][at:end])
             output = RowRound(row, length, accepted, own[: accepted + 1], drafted)
             kept = slice(at, at + accepted + 1)
             if row.request.params.logprobs is not None:

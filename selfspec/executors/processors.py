@@ -30,31 +30,60 @@ def process_packed(
         fed: every packed token, row after row: the row's last token, then its drafts.
         logits: `[N, vocab]`, at those tokens.
     """
-    each = zip(owners, paths, logits, strict=True)
-    return torch.stack([process(rows[i], [fed[at] for at in path], one) for i, path, one in each])
+    made = []
+    for i, path, one in zip(owners, paths, logits, strict=True):
+        instead = torch.full_like(one, torch.nan) if path else None
+        made.append(process(rows[i], [fed[at] for at in path], one, instead))
+    return torch.stack(made)
 
 
-def process(row: Sequence, drafted: abc.Sequence[int], logits: Tensor) -> Tensor:
+def process(row: Sequence, drafted: abc.Sequence[int], logits: Tensor, instead: Tensor | None) -> Tensor:
     """A row's processors on logits `[vocab]`, after its content and the `drafted` tokens.
 
     The dtype stays: rows that are packed beside this one must not get another.
 
+    Args:
+        instead: what it is where they fail, for prefixes or logits that plain decoding may never ask about.
+
     Raises:
-        ValueError: a processor returns something else than logits `[1, vocab]`; it is the row's own fault.
+        ValueError: a processor returns something else than logits `[1, vocab]`, or makes one of them NaN. It is the
+            row's own fault, as what a processor itself raises.
     """
     if not row.request.params.processors:
         return logits
+    with row.blame():
+        try:
+            return _processed(row, drafted, logits)
+        except Exception:
+            if instead is None:
+                raise
+            return instead
+
+
+def _processed(row: Sequence, drafted: abc.Sequence[int], logits: Tensor) -> Tensor:
     ids = torch.tensor([[*row.token_ids, *drafted]], device=logits.device)
     scores: Any = logits[None].clone()
-    with row.blame():
-        for one in _standing_at(row, drafted):
+    names, are_nan = list[str](), [scores.isnan().any()]
+    for number, one in enumerate(_standing_at(row, drafted)):
+        names.append(f"logits_processors[{number}] ({getattr(one, '__qualname__', type(one).__name__)})")
+        try:
             scores = one(ids, scores)
-        shape = tuple(getattr(scores, "shape", ()))
-        if not isinstance(scores, Tensor) or shape != (1, len(logits)):
+        except Exception as problem:
+            problem.add_note(f"{names[-1]} raised it, asked about the token at position {ids.shape[1]}")
+            raise
+        shape, dtype = tuple(getattr(scores, "shape", ())), getattr(scores, "dtype", None)
+        if not isinstance(scores, Tensor) or shape != (1, len(logits)) or not scores.is_floating_point():
             raise ValueError(
-                f"logits_processors must return a tensor of logits [1, {len(logits)}], "
-                f"got a {type(scores).__name__} of shape {[*shape]}"
+                f"{names[-1]} must return a tensor of logits [1, {len(logits)}], got a {type(scores).__name__} of shape "
+                f"{[*shape]} and dtype {dtype} at position {ids.shape[1]}"
             )
+        are_nan.append(scores.isnan().any())
+    where = torch.stack(are_nan).tolist()  # one copy to the host; a later processor may have removed them
+    if where[-1] and not where[0]:
+        raise ValueError(
+            f"{names[where.index(True) - 1]} must return logits, got NaN at position {ids.shape[1]}; return -inf for a "
+            "token that must not be picked"
+        )
     processed: Tensor = scores[0].to(logits.dtype)
     return processed
 

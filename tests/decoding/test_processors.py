@@ -14,6 +14,7 @@ from transformers import (
     SynthIDTextWatermarkLogitsProcessor,
 )
 
+from selfspec.core import LOOKUP
 from selfspec.kernels.pick import scored
 from selfspec.params import SamplingParams
 from tests.decoding.test_greedy import check_equals_generate
@@ -136,17 +137,102 @@ def test_a_processor_cannot_spoil_the_logits_it_is_given():
         (lambda ids, logits: logits[:, :50], r"a Tensor of shape \[1, 50\]"),
         (lambda ids, logits: logits.numpy(), "a ndarray of"),
         (lambda ids, logits: None, "a NoneType of"),
+        (lambda ids, logits: logits > 0, r"a Tensor of shape \[1, 96\] and dtype torch.bool at position 9"),
     ],
 )
 def test_a_processor_that_returns_no_logits_ends_its_own_row_alone(wrong, got):
     target, (first, second) = tiny("llama"), make_prompts([9, 4])
     made = Run(engine_of(target, Schedule(1, 4), max_num_seqs=2))
     spoiled, sound = made.add(first, params([wrong], 12)), made.add(second, params([], 12))
-    with pytest.raises(ValueError, match=r"must return a tensor of logits \[1, 96\], got " + got):
+    with pytest.raises(ValueError, match=r"<lambda>\) must return a tensor of logits \[1, 96\], got " + got):
         made.finish()
     made.finish()
     assert made.output(spoiled).finish_reason == "abort"
     assert made.output(sound).token_ids == generate(target.model, second, 12)
+
+
+POLICIES = {
+    "plain": lambda: "plain",
+    "exit": lambda: Always(3, 4),
+    "lookup": lambda: Always(LOOKUP, 4),
+    "adversary": lambda: Adversary(1, 4),
+}
+
+
+def turns_bad(kind, at, is_bad=lambda ids: True):
+    """A processor that does so from a length on."""
+
+    def processor(ids, logits):
+        if ids.shape[1] < at or not is_bad(tuple(ids[0].tolist())):
+            return logits
+        return {"nan": lambda: logits.index_fill(1, torch.tensor([7]), torch.nan), "cut": lambda: logits[:, :9]}[kind]()
+
+    return processor
+
+
+@pytest.mark.parametrize("kind", ["nan", "cut", "raises"])
+@pytest.mark.parametrize("policy", ["plain", "exit", "lookup", "adversary"])
+def test_a_processor_that_fails_late_is_named_with_its_position_and_ends_its_own_row_alone(kind, policy):
+    target, (first, second) = tiny("llama"), make_prompts([9, 4])
+    bad = turns_bad("none" if kind == "raises" else kind, 14)
+    wanted = generate(target.model, first, 20)
+    made = Run(engine_of(target, POLICIES[policy](), max_num_seqs=2))
+    spoiled = made.add(first, params([lambda ids, logits: logits, bad], 20))
+    sound = made.add(second, params([], 12))
+    with pytest.raises(KeyError if kind == "raises" else ValueError) as caught:
+        made.finish()
+    told = [str(caught.value), *getattr(caught.value, "__notes__", [])][-1]
+    assert told.startswith("logits_processors[1] (turns_bad.<locals>.processor) ") and "position 14" in told
+    made.finish(check=False)
+    assert made.output(spoiled).finish_reason == "abort" and made.output(spoiled).token_ids == wanted[:5]
+    assert made.output(sound).token_ids == generate(target.model, second, 12)
+
+
+@pytest.mark.parametrize("kind", ["nan", "cut", "raises"])
+@pytest.mark.parametrize("policy", ["exit", "lookup", "adversary"])
+def test_a_processor_that_fails_on_prefixes_that_plain_decoding_never_has_changes_nothing(kind, policy):
+    target, (first, second) = tiny("llama"), make_prompts([9, 4])
+    wanted, asked = generate(target.model, first, 20), []
+    whole = (*first, *wanted)
+
+    def is_bad(ids):
+        asked.append(ids != whole[: len(ids)])
+        return asked[-1]
+
+    bad = turns_bad("none" if kind == "raises" else kind, 0, is_bad)
+    made = Run(engine_of(target, POLICIES[policy](), max_num_seqs=2))
+    names = made.add(first, params([bad], 20)), made.add(second, params([], 20))
+    made.finish(check=False)
+    assert [made.output(name).token_ids for name in names] == [wanted, generate(target.model, second, 20)]
+    assert any(asked)
+
+
+def test_a_processor_that_fails_on_the_logits_of_an_early_layer_alone_changes_nothing():
+    """Here those of an exit differ from the model's own in their largest one."""
+    target, [prompt] = tiny("llama"), make_prompts([9])
+    seen = set()
+    plain = params([lambda ids, logits: seen.add(float(logits.max())) or logits], 20)
+    [wanted] = decode(target, [prompt], "plain", plain)
+    failed = []
+
+    def picky(ids, logits):
+        if not any(abs(one - float(logits.max())) < 1e-4 for one in seen):
+            failed.append(ids)
+            raise ZeroDivisionError
+        return logits
+
+    def continues(ids):
+        return tuple(ids[0].tolist()) == (*prompt, *wanted.token_ids)[: ids.shape[1]]
+
+    [done] = decode(target, [prompt], Always(3, 4), params([picky], 20))
+    assert done.token_ids == wanted.token_ids and any(map(continues, failed))
+
+
+def test_a_nan_that_a_later_processor_removes_is_none():
+    target, [prompt] = tiny("llama"), make_prompts([9])
+    made = [turns_bad("nan", 0), lambda ids, logits: logits.nan_to_num(-torch.inf)]
+    expected = generate(target.model, prompt, 12, [SuppressTokensLogitsProcessor([7], device="cpu")])
+    assert tokens_of(decode(target, [prompt], Always(3, 4), params(made, 12))) == [expected]
 
 
 def test_a_processor_of_another_dtype_does_not_change_its_neighbours():
