@@ -7,6 +7,7 @@ import torch
 
 from selfspec.executors.cuda.runner import install
 from selfspec.executors.cuda.self_check import round_problem
+from selfspec.kernels.layout import CONTENT, LAST, REMAINING
 from selfspec.kernels.suite import REFERENCE
 from tests.cuda.standin import runner_of, with_runner
 from tests.cuda.tape import Tape
@@ -62,6 +63,22 @@ def test_rows_that_a_device_advances_wrongly_are_found():
     def accept(state, *given):
         done = REFERENCE.accept(state, *given)
         state[:, 1:3] += (done.num_kept > 0)[:, None] * torch.tensor([-1, 1])  # as if it had kept a token less
+        return done
+
+    target = with_runner(Target(build("llama"), backend="views"), kernels=REFERENCE._replace(accept=accept))
+    assert "a second round of two sampled rows" in round_problem(target.split, target.split.runner)
+
+
+@pytest.mark.parametrize("column", [LAST, CONTENT, REMAINING])
+@pytest.mark.parametrize("by", [-1, 1])
+@pytest.mark.parametrize("has_drafted", [False, True])
+def test_a_row_that_a_device_advances_off_by_one_is_found_whatever_the_tokens(column, by, has_drafted):
+    """Tokens of a second round are often the same: this model repeats itself, and accepts all that its exit drafts."""
+
+    def accept(state, *given):
+        done = REFERENCE.accept(state, *given)
+        state[(done.num_kept > 1) if has_drafted else (done.num_kept == 1), column] += by
+        state[:, LAST] %= 96
         return done
 
     target = with_runner(Target(build("llama"), backend="views"), kernels=REFERENCE._replace(accept=accept))

@@ -15,6 +15,7 @@ from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs, RoundLimits, Table
 from selfspec.control.published.layerskip import Fixed
 from selfspec.core import Plan
+from selfspec.executors.cuda import body_choice
 from selfspec.executors.cuda import runner as runners
 from selfspec.executors.cuda.fused_body import FusedBody
 from selfspec.loading import target as targets
@@ -192,6 +193,27 @@ def test_other_weights_devices_and_versions_are_checked(opened, monkeypatch):
 def test_a_model_of_the_callers_is_checked_every_time(opened):
     _, count = opened(build("llama"), owned=False)
     assert opened(build("llama"), owned=False)[1] == 2 * count
+
+
+@pytest.mark.parametrize("is_short_for_ever", [False, True])
+def test_a_known_choice_that_memory_is_too_short_for_is_made_anew(opened, monkeypatch, is_short_for_ever):
+    _, count = opened(build("llama"))
+    honest, calls = body_choice.fused_body, []
+
+    def short(*given):
+        calls.append(given)
+        if is_short_for_ever or len(calls) == 1:
+            raise torch.OutOfMemoryError("no memory")
+        return honest(*given)
+
+    monkeypatch.setattr(body_choice, "fused_body", short)
+    target, later = opened(build("llama"))
+    assert len(calls) == 2 and target.split.runner is not None
+    if is_short_for_ever:
+        assert target.split.recorded is None and later > count
+    else:
+        assert isinstance(target.split.recorded, FusedBody) and later == 2 * count
+    assert tokens_of(decoded(target, prompts(3), Fixed(2, 3), PARAMS)) == wanted(3)
 
 
 def test_layers_that_an_error_refused_are_tried_again(opened):

@@ -387,6 +387,12 @@ class RecordedRounds:
         return 1
 
     @property
+    def rows(self) -> Tensor:
+        """A copy of the rows as the round that was launched last leaves them, int64 `[rows, columns]`."""
+        with self._lock:
+            return self._inputs.rows[: self._num_rows].clone()
+
+    @property
     def finals(self) -> Tensor | None:
         """A copy of the rows' final states after the round that was launched last, see `RoundInputs`."""
         finals = self._inputs.finals

@@ -36,7 +36,8 @@ def round_problem(split: Any, runner: Any) -> str | None:
 
     The check drafts and verifies two sampled rows, then one greedy row: eagerly, from a new recording, and from the
     same recording after freed memory was allocated again. It compares no pick that rounding could change, and no token
-    after such a pick. A second round of the same rows is compared with one whose rows come from the host.
+    after such a pick. The rows that a round leaves, and a second round of them, are compared with those that come from
+    the host: after drafts of the exit layer, and after given ones, of which a row keeps the first and another none.
 
     Args:
         split: a `selfspec.model.split_model.SplitModel`.
@@ -59,23 +60,33 @@ def round_problem(split: Any, runner: Any) -> str | None:
             if not all(_agrees(one, wanted) for one, wanted in zip(done, expected, strict=True)):
                 return f"a round of {kind} picks other tokens {when}"
             allocated += [torch.full((size,), 255, dtype=torch.uint8, device=split.device) for size in CHURN * 8]
-        if not _continues(runner, cache, rows, plan):
+        continued = [(rows, plan)]
+        if len(case) > 1:
+            given = [(one.picks[0] + at) % split.vocab_size for at, one in enumerate(expected)]
+            drafts = [row._replace(given=(token, 0)) for row, token in zip(rows, given, strict=True)]
+            continued += [(drafts, Plan(None, (NUM_DRAFTS,) * len(case)))]
+        if not all(_continues(runner, cache, *one) for one in continued):
             return f"a second round of {kind} is not what it is with rows from the host"
     return None
 
 
 def _continues(runner: Any, cache: PagedCache, rows: list[RoundRow], plan: Plan) -> bool:
-    """Whether a round after another one, whose rows the device advanced, equals the round of uploaded rows."""
+    """Whether rows that the device advanced equal uploaded rows, and so do their rounds; tokens may be by chance."""
     rounds = runner.begin(cache, rows, plan)
+    if rounds is None:
+        return True
     rounds.launch()
+    advanced = rounds.rows
     rounds.launch()
     first, second = rounds.take(), rounds.take()
     uploaded = [
         row._replace(content=row.content + one.kept, last=one.block[one.kept - 1], remaining=row.remaining - one.kept)
         for row, one in zip(rows, first, strict=True)
     ]
-    same: bool = second == runner.round(cache, uploaded, plan)
-    return same
+    again = runner.begin(cache, uploaded, plan)
+    are_same = torch.equal(advanced, again.rows)
+    again.launch()
+    return are_same and second == again.take()
 
 
 def _row(pages: list[int], prompt: list[int], temperature: float, seed: int) -> RoundRow:
