@@ -16,8 +16,9 @@
 
 #include "product.h"
 
-// Processors with sums of four products of bytes need no sums of pairs. On others, four bits are multiplied as bytes in
-// pairs, and more bits as 16-bit numbers, since products of bytes would overflow.
+// Processors with sums of four products of bytes need no sums of pairs. On others, activations of two bytes are multiplied
+// as 16-bit numbers, which takes as many instructions and half as many sums; so are weights of 8 bits, whose products of
+// bytes would overflow. All else is multiplied as bytes in pairs.
 #if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
 constexpr bool IN_PAIRS = false;
 #else
@@ -47,16 +48,24 @@ static inline Ints add_bytes(Ints sum, Ints a, Ints b) {
 #endif
 }
 
-// Add to each lane the products of its two 16-bit numbers.
-static inline Ints add_shorts(Ints sum, Ints a, Ints b) {
+// Each lane's sum of the products of its two 16-bit numbers.
+static inline Ints multiplied_shorts(Ints a, Ints b) {
 #if defined(__AVX512BW__)
-    return (Ints)_mm512_add_epi32((__m512i)sum, _mm512_madd_epi16((__m512i)a, (__m512i)b));
+    return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #elif defined(__AVX2__) && !defined(__AVX512F__)
-    __m256i product;
+    return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+    return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+
+static inline Ints add_shorts(Ints sum, Ints a, Ints b) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    __m256i product;  // in the order of the source, see `add_bytes`
     asm volatile("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(a), "x"(b));
     return sum;
 #else
-    return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+    return sum + multiplied_shorts(a, b);
 #endif
 }
 
@@ -89,13 +98,14 @@ constexpr int64_t MOST_DIGITS = 3;
 
 // A block of a token. A number is an integer times `scale`. Of three bytes, the integer is 65536 h + l: with bytes, `h`
 // is the first of three and `l` is 256 times the second plus the third; as 16-bit numbers, `h` and `l` are divided a
-// little differently. Of two bytes, the first is the upper one, and the integer is one 16-bit number.
+// little differently. Of two bytes, the integer is one 16-bit number if IN_PAIRS; else the first byte is the upper one.
 template <int DIGITS>
 struct TokenBlock {
     static constexpr int SHORTS = DIGITS == 3 ? 2 : 1;
+    static constexpr bool HAS_BYTES = !(IN_PAIRS && DIGITS == 2), HAS_SHORTS = IN_PAIRS && DIGITS > 1;
     float scale, sum, sums[2];  // sums of the numbers: of the block and of its halves
-    int8_t bytes[WORDS][DIGITS == 3 ? 4 : DIGITS][4];     // of each word; a fourth byte is not used
-    int16_t shorts[DIGITS > 1 ? WORDS : 1][SHORTS][2][2]; // of each word: h, then l; of each: numbers 0, 2, then 1, 3
+    int8_t bytes[HAS_BYTES ? WORDS : 1][DIGITS == 3 ? 4 : DIGITS][4];  // of each word; a fourth byte is not used
+    int16_t shorts[HAS_SHORTS ? WORDS : 1][SHORTS][2][2];  // of each word: h, then l; of each: numbers 0, 2, then 1, 3
 };
 
 // Floats of n tokens in the form that a product with blocks reads.
@@ -152,7 +162,7 @@ static inline Bytes permuted(Ints v) {
     return permuted<order>(v, std::make_integer_sequence<int, LANES * 4>());
 }
 
-// Round x[in] to digits. shorts: also write 16-bit numbers.
+// Round x[in] to digits. shorts: of three bytes, also write 16-bit numbers.
 template <int DIGITS>
 static void to_digits(const float* x, int64_t in, float* out, bool shorts) {
     constexpr int64_t VECTORS = BLOCK / LANES;
@@ -178,13 +188,11 @@ static void to_digits(const float* x, int64_t in, float* out, bool shorts) {
             if constexpr (DIGITS == 1) {
                 for (int lane = 0; lane < LANES; lane++) block->bytes[word + lane / 4][0][lane % 4] = int8_t(n[lane]);
             } else if constexpr (DIGITS == 2) {
-                Bytes bytes = permuted<TWO_BYTES>((n + 0x80) ^ 0x80), both = permuted<LOWER_SHORTS>(n);
+                Bytes both = IN_PAIRS ? permuted<LOWER_SHORTS>(n) : permuted<TWO_BYTES>((n + 0x80) ^ 0x80);
                 for (int lane = 0; lane < LANES; lane += 4) {
-                    auto put = [lane](void* to, const Bytes& from) {
-                        std::memcpy(to, reinterpret_cast<const char*>(&from) + 4 * lane, 8);
-                    };
-                    put(block->bytes[word + lane / 4], bytes);
-                    if (shorts) put(block->shorts[word + lane / 4][0], both);
+                    int64_t at = word + lane / 4;
+                    void* to = IN_PAIRS ? static_cast<void*>(block->shorts[at]) : block->bytes[at];
+                    std::memcpy(to, reinterpret_cast<const char*>(&both) + 4 * lane, 8);
                 }
             } else {
                 Bytes bytes = permuted<BYTES>((n + 0x808080) ^ 0x808080);  // adding 128 to a byte makes it signed
@@ -250,6 +258,18 @@ static inline Ints integers(const char* block, int half, int j, int part) {
     return four;
 }
 
+// The same integers as 16-bit numbers: those of even inputs of the word, or those of odd ones.
+template <int KIND>
+static inline Ints short_integers(const char* block, int half, int j, int part, int odd) {
+    typedef uint16_t Numbers __attribute__((vector_size(LANES * 4)));
+    if constexpr (shape_of(KIND).bits == 4) {
+        auto both = (Numbers)load(block + j * PANEL * 4 + half * LANES * 4);
+        return (Ints)(part && odd ? both >> 12 : both >> (4 * part + 8 * odd) & 15);
+    }
+    auto bytes = (Numbers)integers<KIND>(block, half, j, part);
+    return (Ints)(odd ? bytes >> 8 : bytes & 255);
+}
+
 struct Scales {
     Vec scale, minimum;  // minimum: the weight whose stored integer is 0
 };
@@ -283,7 +303,9 @@ constexpr int MOST_SUMS = LANES == 16 ? 24 : 12;  // of integers, that fit the r
 constexpr int MOST_TOKENS = 6;                    // of a tile
 
 // Tokens whose sums for a panel fit the registers.
-static constexpr int tokens_abreast(int digits) { return digits == 1 ? 4 : MOST_SUMS / 2 / digits; }
+static constexpr int tokens_abreast(int digits) {
+    return digits == 1 ? 4 : digits == 2 && IN_PAIRS ? MOST_TOKENS : MOST_SUMS / 2 / digits;
+}
 
 typedef Vec BlockSums[MOST_TOKENS][2];
 
@@ -292,7 +314,7 @@ template <int KIND, int DIGITS, int R>
 static void tile_of_blocks(const char* tokens, int64_t stride, int64_t blocks, const char* panel,
                            Prefetcher* prefetcher, BlockSums& total) {
     constexpr BlockShape S = shape_of(KIND);
-    constexpr bool SHORTS = IN_PAIRS && S.bits == 8;
+    constexpr bool SHORTS = IN_PAIRS && (S.bits == 8 || DIGITS == 2);
     constexpr int PARTS = KIND == Q6_K ? 2 : 1, SUMS = SHORTS ? TokenBlock<DIGITS>::SHORTS : DIGITS, LENGTH = WORDS / PARTS;
     // words until a sum of pairs may overflow
     constexpr int FIT = !IN_PAIRS || SHORTS || S.bits == 4 ? LENGTH : S.bits == 5 ? 4 : 2;
@@ -313,23 +335,26 @@ static void tile_of_blocks(const char* tokens, int64_t stride, int64_t blocks, c
                 Ints some[R][2][SUMS] = {};
 #pragma GCC unroll 8
                 for (int w = part * LENGTH + start; w < part * LENGTH + start + FIT; w++) {
-                    Ints q[2];
-                    for (int v = 0; v < 2; v++) q[v] = integers<KIND>(block, v, w / 2, w % 2);
+#pragma GCC unroll 2
+                    for (int odd = 0; odd < (SHORTS ? 2 : 1); odd++) {
+                        Ints q[2];
+                        for (int v = 0; v < 2; v++)
+                            q[v] = SHORTS ? short_integers<KIND>(block, v, w / 2, w % 2, odd)
+                                          : integers<KIND>(block, v, w / 2, w % 2);
 #pragma GCC unroll 8
-                    for (int r = 0; r < R; r++)
+                        for (int r = 0; r < R; r++)
 #pragma GCC unroll 3
-                        for (int i = 0; i < SUMS; i++) {
-                            if (SHORTS) {
-                                Ints even = splat_word(x[r]->shorts[w][i][0]), odd = splat_word(x[r]->shorts[w][i][1]);
+                            for (int i = 0; i < SUMS; i++) {
+                                const TokenBlock<DIGITS>& t = *x[r];
+                                Ints numbers = SHORTS ? splat_word(t.shorts[w][i][odd]) : splat_word(t.bytes[w][i]);
                                 for (int v = 0; v < 2; v++) {
-                                    some[r][v][i] = add_shorts(some[r][v][i], q[v] & 0x00ff00ff, even);
-                                    some[r][v][i] = add_shorts(some[r][v][i], q[v] >> 8 & 0x00ff00ff, odd);
+                                    Ints& sum = some[r][v][i];
+                                    sum = !SHORTS ? add_bytes(sum, q[v], numbers)
+                                          : w == part * LENGTH && !odd ? multiplied_shorts(q[v], numbers)
+                                                                       : add_shorts(sum, q[v], numbers);
                                 }
-                            } else {
-                                Ints numbers = splat_word(x[r]->bytes[w][i]);
-                                for (int v = 0; v < 2; v++) some[r][v][i] = add_bytes(some[r][v][i], q[v], numbers);
                             }
-                        }
+                    }
                 }
 #pragma GCC unroll 8
                 for (int r = 0; r < R; r++)

@@ -86,7 +86,7 @@ static void prepare(const Product& p, const float* x, int64_t t, float* prepared
     if (p.kind == PAIRS) return round_pairs(x, p.in, prepared + t * token_floats(p));
     float* own = prepared + t * digit_floats(p.digits, 1, p.in);
     if (p.digits == 1) return to_digits<1>(x, p.in, own, false);
-    bool shorts = IN_PAIRS && (p.kind == MIXED || shape_of(p.kind).bits > 4);
+    bool shorts = IN_PAIRS && (p.kind == MIXED || shape_of(p.kind).bits == 8);
     (p.digits == 2 ? to_digits<2> : to_digits<3>)(x, p.in, own, shorts);
 }
 
