@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from selfspec.calibrate.timed_rounds import SHADOW_POSITIONS, shadow_seconds
+from selfspec.calibrate.timed_rounds import SHADOW_POSITIONS, shadow_seconds, synchronised_seconds
 from selfspec.control.costs import CONTEXT, Costs, Table
 from selfspec.core import Plan
 from selfspec.executors.cuda.capture import Body, CannotCapture, Recording
@@ -111,13 +112,7 @@ class _Measurement:
 
     def shadow(self) -> Seconds:
         """Seconds of shadow picks, which are not recorded, by positions times layers."""
-        picker, found = Picker(self.split), Seconds()
-
-        def now() -> float:
-            if self.split.device.type == "cuda":
-                torch.cuda.current_stream(self.split.device).synchronize()  # of the device, no capture may be under way
-            return perf_counter()
-
+        picker, found, now = Picker(self.split), Seconds(), partial(synchronised_seconds, self.split.device)
         for positions in SHADOW_POSITIONS:
             given = self._states(positions)
             taken = [shadow_seconds(self.split, picker, given, now) for _ in range(self.repeats)]

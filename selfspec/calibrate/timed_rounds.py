@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import cast
 
@@ -55,18 +56,18 @@ class TimedRounds:
 
     def __init__(self, split: SplitModel, num_rows: int, max_length: int, far_length: int) -> None:
         self._split, self.picker = split, Picker(split)
+        self.now: Callable[[], float] = partial(synchronised_seconds, split.device)
         self._max_length = max_length + 8 * FURTHER + 4 * RAGGED
         self._cache, self._pages = _rows(split, num_rows, self._max_length)
         self._far = _rows(split, 1, far_length + 8 * FURTHER)
+        # Of no method: a reference cycle would hold the caches until Python looks for cycles.
+        new_laps = partial(_Laps, self.now)
         self._executors = [
-            [one for one in executors_for(split, cache, self.picker, new_seconds=self._new_laps) if one.times_stages]
+            [one for one in executors_for(split, cache, self.picker, new_seconds=new_laps) if one.times_stages]
             for cache in (self._cache, self._far[0])
         ]
         self._grown: dict[tuple[int, int, Plan], int] = {}
         self._inputs: dict[tuple[int, bool], torch.Tensor] = {}
-
-    def _new_laps(self) -> _Laps:
-        return _Laps(self.now)
 
     def laps(self, num_rows: int, context: int, plan: Plan, further: int) -> list[dict[str, list[float]]]:
         """Run `1 + further` rounds in one call; seconds by stage of the first and of the last half of the others.
@@ -123,10 +124,12 @@ class TimedRounds:
             known = self._inputs[num_tokens, start > 0] = known.to(self._split.device)
         return known
 
-    def now(self) -> float:
-        if self._split.device.type == "cuda":
-            torch.cuda.current_stream(self._split.device).synchronize()  # of the device, no capture may be under way
-        return perf_counter()
+
+def synchronised_seconds(device: torch.device) -> float:
+    """The time once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # of the device, no capture may be under way
+    return perf_counter()
 
 
 def shadow_seconds(split: SplitModel, picker: Picker, hidden: torch.Tensor, now: Callable[[], float]) -> float:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import logging
 import math
 import random
+import weakref
 from threading import Event, Thread
 from types import SimpleNamespace
 
@@ -360,3 +362,27 @@ def test_rows_are_as_long_as_they_are_said_to_be_by_the_time_that_counts(rows, l
     means = [sum(own) / rows for own in lengths]
     assert means == [60, 50, 60], "a round, six more, and half of the six that count"
     assert len(laps) == 1
+
+
+@pytest.mark.parametrize("kind", ["views", "compiled", "recorded"])
+def test_its_caches_are_gone_when_it_ends(kind, monkeypatch):
+    """Without Python's search for reference cycles, which may come late: they are as large as an engine's."""
+    target, made = Target(build("llama"), backend="compiled" if kind == "compiled" else "views"), []
+    target = with_runner(target) if kind == "recorded" else target
+    lend = (target.split.runner if kind == "recorded" else target.split).new_cache
+
+    def noted(*given):
+        cache = lend(*given)
+        made.append(weakref.ref(cache))
+        return cache
+
+    monkeypatch.setattr(target.split.runner if kind == "recorded" else target.split, "new_cache", noted)
+    gc.collect()
+    gc.disable()
+    try:
+        measure(target.split, (1, 2), repeats=1)
+        if kind == "recorded":
+            target.split.runner.graphs.capture.made.clear()  # the tape's own list, which CUDA has not
+        assert made and not any(one() for one in made)
+    finally:
+        gc.enable()
