@@ -1,24 +1,29 @@
 // Prefetches weights in an order that memory serves fast.
 //
 // Memory interleaves pages of a few KiB over its channels. A stream that is prefetched in order waits for one channel
-// at a time: one thread of a Xeon reads 10 GB/s in one stream and 14 GB/s in eight parallel ones, and one of a
-// third-generation EPYC decodes SmolLM2 in 7.6 in place of 9.3 ms. So blocks of weights are prefetched at STREAMS places
-// at once into the second-level cache, DISTANCE bytes ahead of the product. The first blocks of the next product are
-// prefetched before the current one ends. Later AMD processors differ, those with AVX-512: one thread of a
-// fifth-generation EPYC reads 37 GB/s in order and 28 GB/s in eight streams.
+// at a time: one thread of a Xeon reads 10 GB/s in one stream and 14 GB/s in eight parallel ones. So blocks of weights
+// are prefetched at STREAMS places at once into the second-level cache, DISTANCE bytes ahead of the product. The first
+// blocks of the next product are prefetched before the current one ends. AMD processors differ. One thread of a
+// fifth-generation EPYC reads 37 GB/s in order and 28 GB/s in eight streams. A third-generation one, without AVX-512,
+// takes 154 ms for a token of a 3B file in two streams and 215 in order; more streams delay two tokens by a sixth.
 #pragma once
 
 #include <cstdint>
 
 // Compilers report the last generation that they know for later ones, too.
-#if defined(__AVX512F__) && (defined(__znver3__) || defined(__znver4__) || defined(__znver5__))
-constexpr bool IN_ORDER = true;
+#if defined(__znver1__) || defined(__znver2__) || defined(__znver3__) || defined(__znver4__) || defined(__znver5__)
+constexpr bool IS_ZEN = true;
+#else
+constexpr bool IS_ZEN = false;
+#endif
+#if defined(__AVX512F__)
+constexpr bool IN_ORDER = IS_ZEN;
 #else
 constexpr bool IN_ORDER = false;
 #endif
-constexpr int64_t STREAMS = IN_ORDER ? 1 : 8, CACHE_LINE = 64;
+constexpr int64_t STREAMS = IN_ORDER ? 1 : IS_ZEN ? 2 : 8, CACHE_LINE = 64;
 constexpr int64_t LINES = IN_ORDER ? 2 : STREAMS, PORTION = LINES * CACHE_LINE;  // PORTION: bytes per prefetch
-constexpr int64_t PREFETCH_BLOCK = STREAMS * 4096, DISTANCE = 2 * PREFETCH_BLOCK;
+constexpr int64_t PREFETCH_BLOCK = STREAMS * 4096, DISTANCE = STREAMS == 2 ? PREFETCH_BLOCK : 2 * PREFETCH_BLOCK;
 constexpr int64_t DISTANCE_ABREAST = 3 * DISTANCE;  // for two panels at a time, in order: beyond the second panel
 
 constexpr int64_t LINE = CACHE_LINE / 4;  // floats
