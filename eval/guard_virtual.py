@@ -1,14 +1,16 @@
 """The cells of `python -m eval guard` in virtual time: a device that is not here, texts of set acceptance.
 
 Rounds take what `eval.virtual` computes for the device. A decision is charged with what it took the processor
-that runs this, since the device waits for it. The shapes of rounds that a policy names (`Policy.likely`) are recorded
-before decoding, as many as fit into `START_SECONDS`, for the fixed policies as for the default one. Any other shape is
-charged with `RECORDING` seconds.
+that runs this, since the device waits for it, and the policy knows of it, as in the engine. The shapes of rounds that
+a policy names (`Policy.likely`) are recorded before decoding, as many as fit into `START_SECONDS`, for the fixed
+policies as for the default one. Any other shape is charged with `RECORDING` seconds.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
@@ -18,6 +20,7 @@ from eval.shapes import config_of
 from eval.traces import Trace
 from eval.virtual import GPUS, gpu_costs, synthetic_traces
 from selfspec.control.costs import Costs, RoundLimits
+from selfspec.control.drafters import recorded_lengths
 from selfspec.control.plan import Policy
 from selfspec.executors.cuda.executor import in_order
 from selfspec.executors.cuda.runner import START_SECONDS
@@ -74,8 +77,9 @@ def simulate(cell: Virtual, tokens: int = TOKENS, outputs: int = OUTPUTS) -> Sec
     traces = synthetic_traces(costs.num_layers, count, 64, tokens, cell.acceptance, seed=0)
     policy = make("adaptive", costs)
     named = _named(policy, cell.rows)
-    done = replay(traces, policy, costs, batch_size=cell.rows)
-    recordings = len(_shapes(done) - named)
+    with _no_collection():
+        done = replay(traces, policy, costs, batch_size=cell.rows, is_timed=True)
+    recordings = len(_shapes(done, costs) - named)
     recording = recordings * RECORDING
     plain = _replayed("plain", traces, costs, cell.rows).seconds
     fixed = [
@@ -90,10 +94,28 @@ def _replayed(policy: str, traces: list[Trace], costs: Costs, rows: int) -> Repl
     return replay(traces, make(policy, costs), costs, batch_size=rows)
 
 
-def _shapes(done: Replayed) -> set[tuple[int, int, int]]:
-    """The drafting shapes that were run: exit layer, draft length, slots."""
-    drafted = [(one.exit_layer, max(r.num_drafted for r in one.rows), len(one.rows)) for one in done.rounds]
-    return {(exit_layer, length, _slots(rows)) for exit_layer, length, rows in drafted if exit_layer}
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage is collected: a replay keeps all of its rounds, which a decision would take the time of scanning."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _shapes(done: Replayed, costs: Costs) -> set[tuple[int, int, int]]:
+    """The drafting shapes that were run: exit layer, draft length, slots.
+
+    A draft that is cut at the end of an output is run by the recording of a longer one.
+    """
+    shapes = set[tuple[int, int, int]]()
+    for one in done.rounds:
+        if one.exit_layer:
+            drafted, count = max(row.num_drafted for row in one.rows), len(one.rows)
+            lengths = recorded_lengths(costs.recorded_length(count) or drafted)
+            shapes.add((one.exit_layer, next((n for n in lengths if n >= drafted), drafted), _slots(count)))
+    return shapes
 
 
 def _named(policy: Policy, rows: int) -> set[tuple[int, int, int]]:

@@ -81,6 +81,7 @@ def replay(
     prefill_chunk: int = PREFILL_CHUNK,
     overheads: Overheads = MappingProxyType({}),
     deadline: float = DEADLINE,
+    is_timed: bool = False,
 ) -> Replayed:
     """Simulate decoding the traces in order with this policy.
 
@@ -89,6 +90,7 @@ def replay(
         prefill_chunk: maximum prompt tokens of the prefill between two programs of rounds.
         overheads: seconds of the interpreter; where there is no entry, those of the cost table.
         deadline: seconds after which a program begins no further round, where its plan has no deadline.
+        is_timed: rounds hold the policy's measured seconds, as the engine's do; its plans then depend on the machine.
     """
     done = Replayed()
     waiting = deque(SimulatedRow.of(i, trace) for i, trace in enumerate(traces))
@@ -101,7 +103,7 @@ def replay(
         ready = [row for row in rows if row.sequence.is_prefilled]
         if ready:
             policy.set_waiting(len(waiting), len(rows) - len(ready))
-            run_program(ready, len(ready) < len(rows), checked, costs, done, overheads, deadline)
+            run_program(ready, len(ready) < len(rows), checked, costs, done, overheads, deadline, is_timed)
         rows = [row for row in rows if row.sequence.num_remaining]
     return done
 
@@ -144,6 +146,7 @@ def run_program(
     done: Replayed,
     overheads: Overheads,
     deadline: float,
+    is_timed: bool = False,
 ) -> None:
     """Run one program of rounds; `is_single`: of one round, since other rows still need prefill."""
     clock = StageSeconds()
@@ -159,7 +162,12 @@ def run_program(
         if is_over or done.seconds - begin >= deadline:
             break
         if plan.ledger is not None:
-            plan = replace(plan, ledger=plan.ledger.after(rounds[-1]))
+            ledger = plan.ledger.after(rounds[-1])
+            plan = replace(plan, ledger=ledger)
+            if rounds[-1].exit_layer and not ledger.covers_layers:
+                break
+    if is_timed:
+        rounds[0].seconds.control += clock.control
     clock.lap("rest")
     checked.observe(plan, rounds)
     clock.lap("control")

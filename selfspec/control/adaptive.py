@@ -6,8 +6,8 @@ batches (DSDE, arXiv 2509.01083), and prompt lookup by its acceptance rate.
 
 Three things are known. `times`: what rounds took on this machine. `acceptance` and `ngrams`: how often each layer and
 each match was right. `ledger`: what drafting may still lose. A decision chooses how layers draft (`planner`) and how
-many tokens are drafted by lookup after a match of each length (`ngrams`), among the rounds whose price the ledger
-covers. It holds for all rounds until the next decision.
+many tokens are drafted by lookup after a match of each length (`ngrams`). It holds for all rounds until the next
+decision; of them, drafts are cut to what the ledger's balance covers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from selfspec.control.acceptance import Agreement, TokenClock, Tracker
+from selfspec.control.acceptance import LASTING, Agreement, TokenClock, Tracker
 from selfspec.control.costs import Costs
 from selfspec.control.drafters import MOST, MOST_FOUND, Drafters, recorded_exits, recorded_lengths
 from selfspec.control.ledger import SHARE, Ledger, window
@@ -88,7 +88,6 @@ class Adaptive(Policy):
         self._agreement = Agreement(costs.num_layers, self._clock, known.get("agreement"))
         self._ngrams = NgramStats(self._clock)
         self._all_times = AllTimes(costs, self._clock)
-        self._has_prior = any(self.tracker.num_lasting(layer) >= MIN_PICKS for layer in self._layers)
         self._vocabulary: Frequencies | None = None
         self._has_copies = False
         self._drafters = Drafters(costs)
@@ -110,7 +109,6 @@ class Adaptive(Policy):
         self._decision_seconds = 0.0  # moving average of the policy's own time in a step with a decision
         self._decided_for = 0, False  # rows, and whether any has processors, of the last decision about layers
         self._decided_at = math.inf  # seconds of a plain round then
-        self._settled_to = math.inf  # the ledger's balance above which the last decision may change
         self._is_evidence_new = True  # whether layers were judged since the last decision about them
         self._has_decided = False  # whether the last plan came with a decision
         self._is_extra = False  # whether that one is paid by the ledger, since it was earlier than its share allows
@@ -149,8 +147,8 @@ class Adaptive(Policy):
     # -------------------------------------------------------------------------------------------------------- probing
 
     def seed_layers(self, row: Sequence) -> tuple[int, ...]:
-        """Layers to probe at the end of the first prompt, within `SEED_SHARE`; none where there is a prior."""
-        if self._has_prior or self._rows or not self._layers:
+        """Layers to probe at the end of the first prompts, within `SEED_SHARE`; none once one of them is known well."""
+        if self._rows or not self._layers or self.tracker.lasting.sum((0, 2)).max() >= LASTING:
             return ()
         positions = min(SEED_POSITIONS, row.num_tokens - 1)
         budget = SEED_SHARE * row.num_remaining * self.costs.plain_round(1)
@@ -185,8 +183,6 @@ class Adaptive(Policy):
             return Plan(None, (0,) * count, num_rounds=PLAIN_ROUNDS[1], speedup=1.0)
         if is_new and self._num_joining:  # the next program is of one round
             return Plan(None, (0,) * count, speedup=1.0)
-        if self._pause <= 0 and self.ledger.layers_price > max(self.ledger.balance, self.ledger.least_stake):
-            self._rounds_left = 0  # shorter drafts may be covered
         is_like, is_covered = self._is_like(count, has_processors), self.ledger.balance >= self._decision_seconds
         if self._pause > 0 and not is_covered:  # another decision has to wait
             if is_other and not is_like:
@@ -206,13 +202,14 @@ class Adaptive(Policy):
                 shadow = self._probe(count) if is_first else None
             if shadow is not None:
                 return self._probing(shadow, count)
+        longest = self._set_layers_price(times.plain_seconds)
         num_rounds, ledger = max(1, self._rounds_left), self.ledger
         if self.decision.exit_layer is not None:  # all rounds draft
             num_rounds = max(1, min(num_rounds, math.ceil(plain_in / times.plain_seconds)))
         if self.decision.exit_layer is not None and not ledger.covers_layers:
             wait = (ledger.layers_price - ledger.balance) / (SHARE * times.plain_seconds)
             num_rounds = min(num_rounds, max(1, math.ceil(wait)))
-        return self.decision.plan(count, num_rounds, self._most, self._lookups, None, ledger)
+        return self.decision.plan(count, num_rounds, longest, self._lookups, None, ledger)
 
     def likely(self, num_rows: int) -> list[Plan]:
         """See `Policy.likely`. Where rounds are recorded, no other recordings serve its plans."""
@@ -247,7 +244,8 @@ class Adaptive(Policy):
         self._rounds_left = 0
         if self.costs.recorded is not None:
             return Plan(None, (0,) * num_rows, shadow=shadow, speedup=1.0)
-        return self.decision.plan(num_rows, 1, self._most, self._lookups, shadow, self.ledger)
+        longest = self._set_layers_price(self.ledger.plain_seconds)
+        return self.decision.plan(num_rows, 1, longest, self._lookups, shadow, self.ledger)
 
     def _probe_price(self, layers: tuple[int, ...], num_positions: int) -> float:
         return self.ledger.layers_price + self.costs.shadow(len(layers), num_positions)
@@ -259,7 +257,6 @@ class Adaptive(Policy):
         self.ledger = self.ledger._replace(plain_seconds=plain).entered(0.0)
         is_settled = self.decision.exit_layer is None and not self._is_evidence_new
         is_settled &= self._decided_for == (count, self._has_processors)
-        is_settled &= self.ledger.balance <= self._settled_to
         if self._layers and not (is_settled and abs(plain / self._decided_at - 1) < CHANGED):
             self._is_evidence_new, self._decided_for, self._decided_at = False, (count, self._has_processors), plain
             right, share = self.tracker.estimates()
@@ -272,7 +269,6 @@ class Adaptive(Policy):
                 if self.decision.drafter.draft_vocab is None:
                     break
             self._could_pay = candidates.could_pay(self._layers, self.decision.usual)
-            self._settled_to = self.ledger.balance if candidates.has_refused else math.inf
         else:
             self.decision = self.decision._replace(usual=count / plain)
         self._interval = min(2 * self._interval, MOST_ROUNDS) if count == self._decided_rows else FIRST
@@ -292,17 +288,22 @@ class Adaptive(Policy):
         drafters = self._drafters.now(self._has_processors, measured)
         return Candidates(self.costs, times, drafters, self._most, ledger)
 
-    def _set_layers_price(self, plain: float) -> None:
-        """Set what rounds that layers draft lose if nothing is accepted."""
-        decision, price = self.decision, 0.0
+    def _set_layers_price(self, plain: float) -> int:
+        """Set what rounds that layers draft lose if nothing is accepted.
+
+        Returns:
+            The longest draft, up to the decision's, that the balance covers; the shortest where it covers none.
+        """
+        decision, ledger, longest, price = self.decision, self.ledger, 0, 0.0
         if decision.exit_layer is not None:
-            count = sum([seconds <= plain + self.decision.stake for seconds in decision.rounds[1:]])
-            most, longest = min(decision.most, count), self.costs.recorded_length(len(self._context_lengths))
-            if longest is not None:
-                most = max([length for length in recorded_lengths(longest, self._most) if length <= most], default=1)
-            decision = self.decision = decision._replace(most=max(1, most))
-            price = decision.rounds[min(decision.most, self._most)] - plain
-        self.ledger = self.ledger._replace(layers_price=price)
+            most, recorded = min(decision.most, self._most), self.costs.recorded_length(len(self._context_lengths))
+            lengths = range(1, most + 1) if recorded is None else recorded_lengths(recorded, most)
+            most_seconds = plain + min(decision.stake, ledger.balance)
+            covered = [length for length in lengths if decision.rounds[length] <= most_seconds]
+            longest = covered[-1] if covered else 1
+            price = decision.rounds[longest] - plain
+        self.ledger = ledger._replace(layers_price=price)
+        return longest
 
     def _set_lookups(self, rows: list[Sequence], times: Times, affordable: float, usual: float) -> None:
         """Choose draft lengths by match length, and set what these rounds lose if nothing is accepted."""

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 MOST, MOST_FOUND = 18, 63  # maximum draft lengths: by layers, and by lookup
 # Draft lengths of recorded rounds, and exit layers in sixteenths of the layers. Each pair is a recording; of more of
-# them, expected tokens per second differ by less than acceptance is known.
-RECORDED_LENGTHS, RECORDED_EXITS = (1, 2, 4), (1, 2, 4)
+# them, expected tokens per second differ by less than acceptance is known, and a start would not record all.
+RECORDED_LENGTHS, RECORDED_EXITS = (1, 2, 4), (1, 4)
 VOCAB_DIVISORS = (8, 4)  # sizes of draft vocabularies: the vocabulary's over these
 LEAST_VOCAB = 4096  # smallest draft vocabulary
 

@@ -94,9 +94,8 @@ class Candidates:
 
     Attributes:
         stakes: of the last `rates`, the same shape: what a round may lose, in seconds. It is the share of the ledger's
-            balance by which it grows fastest in the long run (Kelly, 1956): the expected gain over the largest one. So
-            a few rejected drafts do not end those that pay in the mean.
-        has_refused: of the last `rates`, whether a stake refused rounds that are expected to be faster than plain ones.
+            largest balance by which it grows fastest in the long run (Kelly, 1956): the expected gain over the largest
+            one. So a few rejected drafts do not end those that pay in the mean.
     """
 
     def __init__(
@@ -117,7 +116,6 @@ class Candidates:
         if not self.stops_early:
             self._is_allowed &= np.isin(_LENGTHS, recorded_lengths(self.longest, most))
         self.stakes: Floats = np.empty(0)
-        self.has_refused = False
         self._ledger = ledger
         self.seconds = np.array([times.drafts(drafter) for drafter in drafters])
         """`[drafters, L - 1, MOST + 1]`: seconds of rounds in which every row verifies 0, 1, .., `MOST` drafts."""
@@ -172,9 +170,8 @@ class Candidates:
         prices = longest / self.plain_seconds - 1
         gains = kept - rounds / self.plain_seconds
         shares = np.minimum(np.maximum(gains, 0) / np.maximum(most - 1 - prices, 1e-9), 1)
-        self.stakes = np.maximum(shares * self._ledger.balance, self._ledger.least_stake)
+        self.stakes = np.maximum(shares * self._ledger.most, self._ledger.least_stake)
         is_covered = self.plain_seconds * prices <= self.stakes
-        self.has_refused = bool((rates > np.where(is_covered, math.inf, self.num_rows / self.plain_seconds)).any())
         return np.where(is_covered, rates, 0.0)
 
     def limits(self) -> Floats:

@@ -75,8 +75,9 @@ class Executor:
         """Run the rounds of a plan and yield their results, each with all rows in order.
 
         The caller adds a round's tokens to the sequences before it takes the next round. The plan ends after
-        `plan.num_rounds` rounds, after a round with a probe, or when a sequence has ended; at most one more round then
-        follows, which had begun before and in which that sequence got no tokens.
+        `plan.num_rounds` rounds, after a round with a probe, when a sequence has ended, or when layers have drafted and
+        the ledger covers no such round more; at most one more round then follows, which had begun before and in which
+        a sequence that has ended got no tokens.
 
         Args:
             deadline: seconds after which no further round begins. At least one round runs.
@@ -89,7 +90,10 @@ class Executor:
             if draft.plan.shadow is not None or any(row.is_finished or row.num_remaining < 1 for row in rows):
                 return
             if plan.ledger is not None and self.split.ranks is None:  # else ranks, whose clocks differ, would part
-                plan = replace(plan, ledger=plan.ledger.after(made))
+                ledger = plan.ledger.after(made)
+                plan = replace(plan, ledger=ledger)
+                if made.exit_layer and not ledger.covers_layers:
+                    return
             if clock.now() - begin >= deadline:
                 return
 

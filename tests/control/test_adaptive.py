@@ -111,6 +111,14 @@ def test_a_prompt_is_probed_as_far_as_its_output_can_pay_for_it():
     assert Adaptive(even_costs(), exit_layers=[2, 3]).seed_layers(sequence(0, 10_000, 100)) == (2, 3)
 
 
+def test_prompts_are_no_longer_probed_once_a_layer_is_known_well():
+    policy = Adaptive(even_costs())
+    for num_right in (60, 60):
+        assert policy.seed_layers(sequence(0, 10_000, 100))
+        policy.tracker.add_draft(2, num_right, (0.9,) * 60)
+    assert policy.seed_layers(sequence(0, 10_000, 100)) == ()
+
+
 def test_layers_are_probed_only_where_being_always_right_would_pay():
     costs = even_costs()
     limits = Candidates(costs, times_of(costs, 1)).limits() * costs.plain_round(1)

@@ -23,6 +23,7 @@ from tests.control.rounds import (
     play,
     row_round,
     sequence,
+    settled,
     times_of,
 )
 from tests.helpers import Always
@@ -39,6 +40,20 @@ def test_a_round_that_drafts_pays_in_the_plain_time_of_its_tokens_and_every_roun
     assert entered(ledger, 3, 0.005, 1).balance == pytest.approx(0.001 + SHARE * 0.005 - 0.003)
     assert entered(ledger, 3, 0.001, 100).balance == ledger.most == pytest.approx(SHARE * SECONDS)
     assert Ledger(0.0, plain_seconds=1.0).most == pytest.approx(SHARE * ROUNDS)
+
+
+def test_drafts_are_cut_to_what_the_balance_covers_without_another_decision():
+    row = sequence(0, 400, 50)
+    policy = settled(Adaptive(on_slower_machine(even_costs(), 2.0), good_layers(), drafters=["exit"]), row)
+    most, lengths = policy.ledger.most, []
+    policy.plan([row])
+    for share in (1.0, 0.3, 0.1, 1.0):
+        policy.ledger = policy.ledger._replace(balance=share * most)
+        policy._rounds_left = 50
+        plan = policy.plan([row])
+        assert not policy._has_decided and plan.ledger.covers_layers
+        lengths.append(plan.draft_lengths[0])
+    assert lengths[0] == lengths[3] > lengths[1] > lengths[2] > 0
 
 
 def test_of_several_rows_the_slowest_one_counts():

@@ -6,6 +6,7 @@ This is the one place where tokens of plans are compared with plain decoding for
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -126,6 +127,19 @@ def test_adaptive_where_drafts_pay_gives_the_output_of_plain_decoding(
         run = check(kind, seed, Adaptive(where_drafts_pay()), **texts)
         drafted += sum(output.stats.num_draft_tokens for output in run.outputs if output.stats is not None)
     assert drafted > 0
+
+
+class Overdrawn(Always):
+    """A ledger that covers two rounds by layers: the first one is charged with little more than its price."""
+
+    def plan(self, rows: list[Any]) -> Plan:
+        return replace(super().plan(rows), ledger=ledger.Ledger(1e-9, 1e-9, (0.0,), 1e-10))
+
+
+@pytest.mark.parametrize("kind", ["eager", "cpu"])
+def test_a_plan_ends_where_the_ledger_covers_no_more_rounds_by_layers(kind: str) -> None:
+    run = check(kind, 0, Overdrawn(2, 2, num_rounds=99), audit=False)
+    assert max(map(len, rounds_by_plan(run.rounds))) == 2
 
 
 @pytest.mark.slow

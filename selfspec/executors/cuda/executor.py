@@ -107,7 +107,9 @@ class CudaExecutor(Executor):
             if all(row.is_finished for row in rows):
                 return
             if plan.ledger is not None and self.split.ranks is None:  # else ranks, whose clocks differ, would part
-                plan = replace(plan, ledger=plan.ledger.after(made))
+                ledger = plan.ledger.after(made)
+                plan = replace(plan, ledger=ledger)
+                num_left = 0 if made.exit_layer and not ledger.covers_layers else num_left
             seconds = self.new_seconds()
 
     @torch.inference_mode()

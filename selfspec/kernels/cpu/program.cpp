@@ -219,6 +219,7 @@ class Run {
             bool goes_on = move();
             double end = now();
             if (p.prices) charge(end - start);
+            if (v.exit_layer && p.layers_price > p.balance) goes_on = false;
             start = end;
             if (++p.done >= p.rounds || !goes_on || end - begin >= p.seconds) return 0;
         }
