@@ -57,8 +57,8 @@ class SamplingParams:
         stop_token_ids: further tokens that end the output; they are part of `token_ids`.
         include_stop_str_in_output: the text that ended the output is part of it.
         ignore_eos: write on after an end-of-text token.
-        min_tokens: no end-of-text or stop token, and no text of `stop`, ends the output before so many new tokens; at most
-            `max_tokens`, if that is given.
+        min_tokens: no end-of-text or stop token, and no text of `stop`, ends the output before so many new tokens; at
+            most `max_tokens`, if that is given.
         skip_special_tokens: leave special tokens, such as an end of text, out of the text.
         repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in prompt or output; 1.
         presence_penalty: is subtracted from the logits of tokens in the output, in [-2, 2]; 0.

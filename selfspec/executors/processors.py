@@ -74,8 +74,8 @@ def _processed(row: Sequence, drafted: abc.Sequence[int], logits: Tensor) -> Ten
         shape, dtype = tuple(getattr(scores, "shape", ())), getattr(scores, "dtype", None)
         if not isinstance(scores, Tensor) or shape != (1, len(logits)) or not scores.is_floating_point():
             raise ValueError(
-                f"{names[-1]} must return a tensor of logits [1, {len(logits)}], got a {type(scores).__name__} of shape "
-                f"{[*shape]} and dtype {dtype} at position {ids.shape[1]}"
+                f"{names[-1]} must return a tensor of logits [1, {len(logits)}], got a {type(scores).__name__} of "
+                f"shape {[*shape]} and dtype {dtype} at position {ids.shape[1]}"
             )
         are_nan.append(scores.isnan().any())
     where = torch.stack(are_nan).tolist()  # one copy to the host; a later processor may have removed them

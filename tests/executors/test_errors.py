@@ -164,7 +164,10 @@ def test_the_command_says_so_in_one_sentence(capsys, problem, said):
 
 AT = 12  # a prompt of 9 tokens: its 4th new one cannot be sampled
 SENTENCE = r"^no token can be sampled at position 12, where all logits are -inf or one of them is no number; let "
-SENTENCES = {float("-inf"): SENTENCE, float("nan"): r"^logits_processors\[0\] \(emptied.*\) must return .* NaN at position 12;"}
+SENTENCES = {
+    float("-inf"): SENTENCE,
+    float("nan"): r"^logits_processors\[0\] \(emptied.*\) must return .* NaN at position 12;",
+}
 SAMPLED = SamplingParams(max_tokens=10, temperature=0.8, seed=3)
 
 
