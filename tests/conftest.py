@@ -36,6 +36,14 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(scope="session", autouse=True)
+def unfrozen():
+    """Commands freeze what there is for the rest of their process, which is not this one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("selfspec.cli.session.freeze", lambda: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def measured_once():
     """Targets measure what rounds cost at few points, each once: no test asks how well. Measuring has its own tests."""
     from selfspec.calibrate import profile

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from gc import collect, freeze
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -47,13 +48,14 @@ def open_llm(
     prefix_cache: bool | None = None,
     prefix_cache_tokens: int = 0,
 ) -> LLM:
-    """The model, opened up, in this process's threads."""
+    """The model, opened up, in this process's threads. Python's garbage collector never visits it."""
+    _import()
     from selfspec.kernels.machine import set_threads
     from selfspec.llm import LLM
 
     set_threads(options.threads)
     with as_sentences():
-        return LLM(
+        llm = LLM(
             model,
             dtype=options.dtype,
             device=options.device,
@@ -68,6 +70,18 @@ def open_llm(
             prefix_cache=prefix_cache,
             prefix_cache_tokens=prefix_cache_tokens,
         )
+    collect()  # what loading left
+    freeze()
+    return llm
+
+
+def _import() -> None:
+    """Import torch and transformers. The garbage collector never visits these half a million objects, which stay: a
+    visit would take a third of a second, and those at the end of the process more than one."""
+    with uncollected():
+        import selfspec.llm  # noqa: F401
+
+        freeze()
 
 
 @contextmanager
@@ -86,8 +100,8 @@ def opened(
     Args:
         learn: folder of exit heads that are trained meanwhile; those that are there take the place of the model's.
     """
-    with status.waiting("importing torch and transformers"), uncollected():
-        import selfspec.llm  # noqa: F401
+    with status.waiting("importing torch and transformers"):
+        _import()
     if learn is not None:
         options = _with_learned(options, learn)
     with status.waiting(f"loading {model}"):
