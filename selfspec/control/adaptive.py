@@ -298,10 +298,11 @@ class Adaptive(Policy):
         if decision.exit_layer is not None:
             most, recorded = min(decision.most, self._most), self.costs.recorded_length(len(self._context_lengths))
             lengths = range(1, most + 1) if recorded is None else recorded_lengths(recorded, most)
+            scale = plain / self._decided_at  # since the decision, the machine or the number of rows may have changed
             most_seconds = plain + min(decision.stake, ledger.balance)
-            covered = [length for length in lengths if decision.rounds[length] <= most_seconds]
+            covered = [length for length in lengths if scale * decision.rounds[length] <= most_seconds]
             longest = covered[-1] if covered else 1
-            price = decision.rounds[longest] - plain
+            price = scale * decision.rounds[longest] - plain
         self.ledger = ledger._replace(layers_price=price)
         return longest
 

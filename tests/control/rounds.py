@@ -180,7 +180,7 @@ def play(policy, costs, num_rounds, right=lambda plan, n: n, slower=lambda plan:
             ledger = ledger and ledger.after(rounds[-1])
             done.append(Played(plan, exit_layer, n, len(rounds) == 1))
             length += kept + 1
-            if layers:
+            if layers or (rounds[-1].exit_layer and ledger is not None and not ledger.covers_layers):
                 break
         policy.observe(plan, rounds)
     return done

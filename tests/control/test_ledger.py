@@ -56,6 +56,21 @@ def test_drafts_are_cut_to_what_the_balance_covers_without_another_decision():
     assert lengths[0] == lengths[3] > lengths[1] > lengths[2] > 0
 
 
+@pytest.mark.parametrize("factor", [0.8, 1.6])
+def test_prices_follow_plain_rounds_between_two_decisions(factor):
+    """A machine that became slower does not make drafts free, and one that became faster does not make them dear."""
+    row, costs = sequence(0, 400, 50), on_slower_machine(even_costs(), 2.0)
+    policy, prices = settled(Adaptive(costs, good_layers(), drafters=["exit"]), row), []
+    for seconds in (costs.plain_round(1), factor * costs.plain_round(1)):
+        times = policy._times_of([row.num_tokens])
+        for _ in range(8):
+            times.add_plain(seconds)
+        policy.plan([row])
+        policy.ledger, policy._rounds_left = policy.ledger._replace(balance=0.0), 50
+        prices.append(policy.plan([row]).ledger.layers_price / seconds)
+    assert not policy._has_decided and prices[1] == pytest.approx(prices[0]) and prices[0] > 0.1
+
+
 def test_of_several_rows_the_slowest_one_counts():
     ledger = Ledger(0.0, plain_seconds=0.002, lookup_prices=(0.0, 0.01))
     after = entered(ledger, LOOKUP, 0.003, 1, 4)
