@@ -11,6 +11,7 @@ from selfspec.executors.cuda.fused_body import FusedBody
 from selfspec.executors.cuda.runner import Runner
 from selfspec.executors.cuda.skinny_body import SkinnyBody
 from selfspec.kernels import reference
+from selfspec.kernels.checks import check_rotate_attend
 from selfspec.kernels.suite import REFERENCE
 from tests.cuda.tape import Tape
 from tests.target import Target
@@ -26,9 +27,13 @@ def attend(queries, keys, values, layout, *options, tile_rows=None, split=None):
     return reference.attend(queries, keys, values, layout, *options)
 
 
-def rotate_attend(qkv, keys, values, layout, *rest):
-    """The twin over a constant number of keys."""
-    return reference.rotate_attend(qkv, keys, values, layout._replace(most_tokens=MOST_KEYS), *rest)
+def rotate_attend(qkv, keys, values, layout, rotation, scale, counters, window=None):
+    """The twin over a constant number of keys and two tokens or more: torch's products of one may have other bits."""
+    check_rotate_attend(qkv, keys, values, layout, rotation, counters)
+    queries = reference.rotate(qkv, keys, values, layout, rotation)
+    at = torch.arange(max(2, len(queries))) % len(queries)
+    padded = layout._replace(most_tokens=MOST_KEYS, rows=layout.rows[at], positions=layout.positions[at])
+    return reference.attend(queries[at], keys, values, padded, scale, window)[: len(queries)]
 
 
 def by_row(kernel, num_given):
