@@ -218,16 +218,16 @@ def measured(llm: LLM, cell: Cell, config: GuardConfig) -> Found:
     given = dict(text.partition("=")[::2] for text in config.texts)[cell.text]
     share = _share(given)
     prompts = encode(read_questions(given), llm.tokenizer) if share is None else _random_prompts(llm)
-    plain, policy = (with_policy(llm, policy=name, max_num_seqs=cell.rows) for name in ("plain", "adaptive"))
     found, begun = Found([], True), perf_counter()
     for number in count():
         batch = [prompts[(number * cell.rows + i) % len(prompts)] for i in range(cell.rows)]
         if number == 0:  # not timed
-            for one in (plain, with_policy(llm, max_num_seqs=cell.rows)):
+            others = _pair(llm, cell)
+            for one in others:
                 decode(one, batch, 8)
-        predictions = None if share is None else _predicted(plain, batch, cell, config.tokens, number, share)
-        if cell.start == COLD:  # both with a new KV cache, whose memory has not been touched
-            plain, policy = plain.with_speculative(plain.speculative), policy.with_speculative(policy.speculative)
+        predictions = None if share is None else _predicted(others[0], batch, cell, config.tokens, number, share)
+        if number == 0 or cell.start == COLD:  # both with a new KV cache, whose memory has not been touched
+            plain, policy = _pair(llm, cell)
         pair = (plain, policy) if number % 2 else (policy, plain)
         with measurement.no_garbage_collection():
             done = {id(one): _decoded(one, batch, cell, config.tokens, number, predictions) for one in pair}
@@ -237,6 +237,12 @@ def measured(llm: LLM, cell: Cell, config: GuardConfig) -> Found:
         if (number + 1 >= FEWEST and decided) or perf_counter() - begun >= config.seconds:
             return found
     raise AssertionError("unreachable")
+
+
+def _pair(llm: LLM, cell: Cell) -> tuple[LLM, LLM]:
+    """Plain decoding and the default policy, which know nothing of earlier texts."""
+    plain, policy = (with_policy(llm, policy=name, max_num_seqs=cell.rows) for name in ("plain", "adaptive"))
+    return plain, policy
 
 
 def _share(given: str) -> float | None:

@@ -75,6 +75,24 @@ def test_a_cell_is_measured_in_turns_and_its_outputs_are_compared():
         assert found.is_equal and len(found.ratios) == 1 and found.ratios[0] > 0
 
 
+@pytest.mark.parametrize("start", ["cold", "warm"])
+def test_a_cold_cell_begins_every_time_without_statistics_of_earlier_texts(monkeypatch, start):
+    from eval.models import open_llm
+
+    priors, decoded = [], guard._decoded
+
+    def seen(llm, *given):
+        if llm.speculative.policy == "adaptive":
+            priors.append(llm.target.policies.prior)
+        return decoded(llm, *given)
+
+    monkeypatch.setattr(guard, "_decoded", seen)
+    monkeypatch.setattr(guard, "FEWEST", 3)
+    config = GuardConfig(models=("demo",), tokens=16, half_width=9.0)
+    guard.measured(open_llm("demo"), Cell("demo", 1, 1, "code", 0.0, start), config)
+    assert len(priors) == 3 and all((later == priors[0]) == (start == "cold") for later in priors[1:])
+
+
 def test_predicted_outputs_stand_for_texts_of_models_with_random_weights():
     from eval.models import open_llm
 
