@@ -11,7 +11,8 @@ def num_pickable(sequence: Sequence, num_accepted: int, can_pick: abc.Sequence[i
     """The accepted tokens after which a token can be picked; the sequence may end before the position where none can.
 
     Args:
-        can_pick: per position, 0 where all logits are -inf, or one is NaN, as where processors failed.
+        can_pick: per position, 0 where one logit is NaN, as where processors failed, or, of a sampled row, all are -inf
+            or one is +inf.
 
     Raises:
         ValueError: none can be sampled at the first position, as `generate` raises then; it is the sequence's own

@@ -120,7 +120,9 @@ class EagerExecutor(Executor):
         params = [rows[i].request.params for i in owners]
         known = [draft.tokens, self.picker(scores, params, positions).tokens]
         if not all(one.is_greedy and not one.processors for one in params):
-            known.append(scores.amax(-1).isfinite().long())  # no token can be drawn where all are -inf, or one is NaN
+            largest, greedy = scores.amax(-1), tensor_of([one.is_greedy for one in params], scores.device)
+            # No token can be drawn where all are -inf, one is +inf or NaN; the largest is known where none is NaN.
+            known.append(torch.where(greedy.bool(), ~largest.isnan(), largest.isfinite()).long())
         fed, picks, *can_pick = torch.stack(known).tolist()  # the round's one copy to the host
         outputs, at = [], 0
         for row, length in zip(rows, draft.lengths, strict=True):

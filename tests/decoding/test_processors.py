@@ -235,6 +235,20 @@ def test_a_nan_that_a_later_processor_removes_is_none():
     assert tokens_of(decode(target, [prompt], Always(3, 4), params(made, 12))) == [expected]
 
 
+@pytest.mark.parametrize("policy", ["exit", "lookup"])
+@pytest.mark.parametrize("others", [0.0, -torch.inf])
+def test_drafts_of_tokens_that_a_processor_forces_by_infinite_logits_are_accepted(policy, others):
+    def forces(ids, logits):
+        token = torch.full_like(logits, others)
+        return token.index_fill(1, ids[:, 1], torch.inf)
+
+    target, [prompt] = tiny("llama"), make_prompts([9])
+    made = Run(engine_of(target, POLICIES[policy](), max_num_seqs=1))
+    name = made.add(prompt, params([forces], 20))
+    made.finish()
+    assert made.output(name).token_ids == [prompt[1]] * 20 and len(made.rounds) < 12
+
+
 def test_a_processor_of_another_dtype_does_not_change_its_neighbours():
     first, second = make_prompts([9, 4])
     asked = [
