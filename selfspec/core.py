@@ -202,7 +202,7 @@ class Plan:
     draft_bits: int | None = None  # 4: draft by 4-bit copies of the layers, where they exist; all layers verify
     lookups: LookupTable | None = None  # draft by lookup in the rounds for which the table gives lengths
     most_forced: int = 0  # tokens that a row's grammar forces are drafted first, at most so many per round
-    ledger: Ledger | None = None  # what drafts may lose; None: no limit
+    ledger: Ledger | None = None  # what drafts may lose; a plan ends once it covers no more by layers; None: no limit
     num_rounds: int = 1
     deadline: float | None = None  # seconds after which no further round begins; None: the engine's
     speedup: float | None = None  # expected speedup over plain decoding, for display

@@ -148,7 +148,7 @@ class Adaptive(Policy):
 
     def seed_layers(self, row: Sequence) -> tuple[int, ...]:
         """Layers to probe at the end of the first prompts, within `SEED_SHARE`; none once one of them is known well."""
-        if self._rows or not self._layers or self.tracker.lasting.sum((0, 2)).max() >= LASTING:
+        if self._rows or not self._layers or self.tracker.overall.sum((0, 2)).max() >= LASTING:
             return ()
         positions = min(SEED_POSITIONS, row.num_tokens - 1)
         budget = SEED_SHARE * row.num_remaining * self.costs.plain_round(1)

@@ -116,7 +116,9 @@ def test_prompts_are_no_longer_probed_once_a_layer_is_known_well():
     for num_right in (60, 60):
         assert policy.seed_layers(sequence(0, 10_000, 100))
         policy.tracker.add_draft(2, num_right, (0.9,) * 60)
+    policy.tracker.pass_time(300)  # of plain rounds
     assert policy.seed_layers(sequence(0, 10_000, 100)) == ()
+    assert Adaptive(even_costs(), policy.state()).seed_layers(sequence(0, 10_000, 100)) == ()
 
 
 def test_layers_are_probed_only_where_being_always_right_would_pay():

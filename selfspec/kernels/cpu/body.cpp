@@ -106,7 +106,7 @@ static void share_product(const Product& p, After after, const float* x, int64_t
     bool prefetches = !needs_none(p, after), asks = next && !needs_none(*next, after_next);
     if (prefetches)
         prefetcher.begin(stretch_of(p, {first, last}), asks ? stretch_of(*next, share_of(*next, after_next)) : Stretch{},
-                         IN_ORDER && are_abreast(p, n) ? DISTANCE_ABREAST : DISTANCE);
+                         are_abreast(p, n) ? DISTANCE_ABREAST : DISTANCE);
     if (p.kind == AMX) {
         int64_t steps = depth_of(p.in) / DEEP;
         take_apart(x, n, p.in, prepared, steps * thread / threads, steps * (thread + 1) / threads);

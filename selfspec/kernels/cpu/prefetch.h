@@ -24,7 +24,8 @@ constexpr bool IN_ORDER = false;
 constexpr int64_t STREAMS = IN_ORDER ? 1 : IS_ZEN ? 2 : 8, CACHE_LINE = 64;
 constexpr int64_t LINES = IN_ORDER ? 2 : STREAMS, PORTION = LINES * CACHE_LINE;  // PORTION: bytes per prefetch
 constexpr int64_t PREFETCH_BLOCK = STREAMS * 4096, DISTANCE = STREAMS == 2 ? PREFETCH_BLOCK : 2 * PREFETCH_BLOCK;
-constexpr int64_t DISTANCE_ABREAST = 3 * DISTANCE;  // for two panels at a time, in order: beyond the second panel
+// For two panels at a time: beyond the second one. In order, less is enough.
+constexpr int64_t DISTANCE_ABREAST = IN_ORDER ? 3 * DISTANCE : DISTANCE > 5 * 8192 ? DISTANCE : 5 * 8192;
 
 constexpr int64_t LINE = CACHE_LINE / 4;  // floats
 
