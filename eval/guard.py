@@ -241,8 +241,8 @@ def measured(llm: LLM, cell: Cell, config: GuardConfig) -> Found:
 
 def _pair(llm: LLM, cell: Cell) -> tuple[LLM, LLM]:
     """Plain decoding and the default policy, which know nothing of earlier texts."""
-    plain, policy = (with_policy(llm, policy=name, max_num_seqs=cell.rows) for name in ("plain", "adaptive"))
-    return plain, policy
+    plain = with_policy(llm, policy="plain", max_num_seqs=cell.rows)
+    return plain, with_policy(llm, policy="adaptive", max_num_seqs=cell.rows)
 
 
 def _share(given: str) -> float | None:

@@ -8,13 +8,12 @@ policies as for the default one. Any other shape is charged with `RECORDING` sec
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
+from eval.measurement import no_garbage_collection
 from eval.replay import Replayed, make, replay
 from eval.shapes import config_of
 from eval.traces import Trace
@@ -77,7 +76,7 @@ def simulate(cell: Virtual, tokens: int = TOKENS, outputs: int = OUTPUTS) -> Sec
     traces = synthetic_traces(costs.num_layers, count, 64, tokens, cell.acceptance, seed=0)
     policy = make("adaptive", costs)
     named = _named(policy, cell.rows)
-    with _no_collection():
+    with no_garbage_collection():  # a replay keeps all of its rounds, which a decision would take the time of visiting
         done = replay(traces, policy, costs, batch_size=cell.rows, is_timed=True)
     recordings = len(_shapes(done, costs) - named)
     recording = recordings * RECORDING
@@ -92,16 +91,6 @@ def simulate(cell: Virtual, tokens: int = TOKENS, outputs: int = OUTPUTS) -> Sec
 
 def _replayed(policy: str, traces: list[Trace], costs: Costs, rows: int) -> Replayed:
     return replay(traces, make(policy, costs), costs, batch_size=rows)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """No garbage is collected: a replay keeps all of its rounds, which a decision would take the time of scanning."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _shapes(done: Replayed, costs: Costs) -> set[tuple[int, int, int]]:

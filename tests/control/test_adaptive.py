@@ -113,9 +113,9 @@ def test_a_prompt_is_probed_as_far_as_its_output_can_pay_for_it():
 
 def test_prompts_are_no_longer_probed_once_a_layer_is_known_well():
     policy = Adaptive(even_costs())
-    for num_right in (60, 60):
+    for _ in range(2):
         assert policy.seed_layers(sequence(0, 10_000, 100))
-        policy.tracker.add_draft(2, num_right, (0.9,) * 60)
+        policy.tracker.add_draft(2, 60, (0.9,) * 60)
     policy.tracker.pass_time(300)  # of plain rounds
     assert policy.seed_layers(sequence(0, 10_000, 100)) == ()
     assert Adaptive(even_costs(), policy.state()).seed_layers(sequence(0, 10_000, 100)) == ()

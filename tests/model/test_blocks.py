@@ -95,9 +95,11 @@ def test_products_are_those_of_the_files_weights_and_a_rows_bits_its_own(
     check(packed, tokens(rows, inputs), parts, threads)
 
 
+@pytest.mark.parametrize("digits", [2, 3])
 @pytest.mark.parametrize("kinds", [("Q5_0", "Q5_0", "Q8_0"), ("Q4_1", "Q4_0", "Q8_0")])
-def test_the_parts_of_a_product_may_be_of_different_types(kinds):
-    parts, blocks = zip(*[linear(kind, 64, 96, seed, biased=True) for seed, kind in enumerate(kinds)], strict=True)
+def test_the_parts_of_a_product_may_be_of_different_types(kinds, digits):
+    made = [linear(kind, 64, 96, seed, biased=True, digits=digits) for seed, kind in enumerate(kinds)]
+    parts, blocks = zip(*made, strict=True)
     packed = Packed(blocks, LargePageAllocator())
     assert packed.struct.kind == c.MIXED
     for rows, threads in ((1, 1), (5, 2), (40, 3)):

@@ -24,8 +24,8 @@ constexpr bool IN_ORDER = false;
 constexpr int64_t STREAMS = IN_ORDER ? 1 : IS_ZEN ? 2 : 8, CACHE_LINE = 64;
 constexpr int64_t LINES = IN_ORDER ? 2 : STREAMS, PORTION = LINES * CACHE_LINE;  // PORTION: bytes per prefetch
 constexpr int64_t PREFETCH_BLOCK = STREAMS * 4096, DISTANCE = STREAMS == 2 ? PREFETCH_BLOCK : 2 * PREFETCH_BLOCK;
-// For two panels at a time: beyond the second one. In order, less is enough.
-constexpr int64_t DISTANCE_ABREAST = IN_ORDER ? 3 * DISTANCE : DISTANCE > 5 * 8192 ? DISTANCE : 5 * 8192;
+// For two panels at a time: a block beyond the second one, which begins up to 32 KiB on. In order, less is enough.
+constexpr int64_t DISTANCE_ABREAST = IN_ORDER ? 3 * DISTANCE : STREAMS == 2 ? (1 << 15) + PREFETCH_BLOCK : DISTANCE;
 
 constexpr int64_t LINE = CACHE_LINE / 4;  // floats
 
