@@ -18,6 +18,7 @@ settings.register_profile(
 settings.load_profile("repeatable")
 if not torch.cuda.is_available():  # kernels then run in Triton's interpreter; it must know before they are imported
     os.environ["TRITON_INTERPRET"] = "1"
+gc.disable()  # until all is imported
 torch.set_num_threads(1)  # rounding, and so every pinned choice, is that of one thread
 
 
@@ -33,6 +34,7 @@ def pytest_collection_finish():
     """What the imports have made stays to the end: later collections, which many measurements ask for, leave it out."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

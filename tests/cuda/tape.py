@@ -13,6 +13,7 @@ host's (`tests/cuda/test_host_copies.py` runs layers on the meta device for that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -34,10 +35,16 @@ KERNELS = Kernels._fields[1:]
 ON_HOST = ("pick", "accept")  # kernels whose references read numbers on the host
 
 
+@cache
+def names_of(func: Any) -> tuple[str, str, str]:
+    """An operation's name: whole, without the namespace, and without overload and mark of changing an argument too."""
+    name = (whole := str(func)).split(".", 1)[1]
+    return whole, name, name.split(".")[0].rstrip("_")
+
+
 def refusal(func: Any, args: Any) -> str | None:
     """Why a CUDA graph cannot hold an operation; None where it can."""
-    name = str(func).split(".", 1)[1]  # without the namespace
-    short = name.split(".")[0].rstrip("_")
+    _, name, short = names_of(func)
     if WAITS & {name, short}:
         return "operation would wait for the device, which is not permitted when stream is capturing"
     if FROM_HOST & {name, short}:
@@ -71,6 +78,7 @@ class Step(NamedTuple):
     call: Callable[..., Any]
     args: Any
     kwargs: Any
+    reads: bool  # whether some of the arguments are `Outside`
     made: list[tuple[int, torch.Tensor]]  # which of the flat results lie in new memory, and where
 
 
@@ -85,11 +93,11 @@ class Recorder(OperationTracer):
         self.kernels: list[str] = []  # what was launched, in order
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.last = str(func)
+        self.last, name, _ = names_of(func)
         reason = refusal(func, args)
         if reason is not None:
             raise RuntimeError(reason)
-        return self.take(func, args, kwargs or {}, empties=str(func).split(".")[1].startswith(("empty", "new_empty")))
+        return self.take(func, args, kwargs or {}, empties=name.startswith(("empty", "new_empty")))
 
     def launch(self, name: str, kernel: Callable[..., Any], is_opaque: bool, args: Any, kwargs: Any) -> Any:
         """A kernel: what torch does in it is written down, or where torch does not see it, the call as one."""
@@ -100,20 +108,23 @@ class Recorder(OperationTracer):
             return self.take(kernel, args, kwargs)
 
     def take(self, call: Callable[..., Any], args: Any, kwargs: Any, empties: bool = False) -> Any:
+        self.reads = False
         frozen = _changed((args, kwargs), torch.Tensor, self._freeze)
+        reads = self.reads
         out = call(*args, **kwargs)
         leaves = [(place, one) for place, one in enumerate(_leaves(out)) if isinstance(one, torch.Tensor)]
         made = [(place, one) for place, one in leaves if _key(one) not in self.pool and _key(one) not in self.outside]
         self.pool |= {_key(one): one.untyped_storage() for _, one in made}
         schema = getattr(call, "_schema", None)
         if not empties and (made or schema is None or schema.is_mutable):  # a view needs no doing again
-            self.steps.append(Step(call, *frozen, made))
+            self.steps.append(Step(call, *frozen, reads, made))
         return out
 
     def _freeze(self, tensor: torch.Tensor) -> torch.Tensor | Outside:
         key = _key(tensor)
         if key in self.pool:
             return tensor
+        self.reads = True
         storage = self.outside.setdefault(key, StorageWeakRef(tensor.untyped_storage()))
         return Outside(storage, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
@@ -194,8 +205,9 @@ class Taped:
             for storage in used.pool:
                 storage.fill_(255)  # NaN in every floating-point format, -1 in integers
         self._tape.used = [self]
-        for call, args, kwargs, made in self.steps:
-            args, kwargs = _changed((args, kwargs), Outside, Outside.tensor)
+        for call, args, kwargs, reads, made in self.steps:
+            if reads:
+                args, kwargs = _changed((args, kwargs), Outside, Outside.tensor)
             flat = list(_leaves(call(*args, **kwargs)))
             for place, held in made:
                 held.copy_(flat[place])
@@ -205,12 +217,11 @@ def _changed(one: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     """The same tuples, lists and dicts with other objects for those of a kind; torch's pytrees take much longer."""
     if isinstance(one, kind):
         return change(one)
+    if isinstance(one, tuple | list):
+        made = [_changed(each, kind, change) for each in one]
+        return type(one)(*made) if hasattr(one, "_fields") else type(one)(made)
     if isinstance(one, dict):
         return {key: _changed(each, kind, change) for key, each in one.items()}
-    if type(one) in (tuple, list):
-        return type(one)(_changed(each, kind, change) for each in one)
-    if hasattr(one, "_fields"):
-        return type(one)(*(_changed(each, kind, change) for each in one))
     return one
 
 

@@ -38,6 +38,9 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 OWN = ("norm_product", "gate_product", "product_add", "squares_of", "rotate_attend")
 
 
+small = partial(build, "llama", num_hidden_layers=2)
+
+
 def skinny(family, dtype=torch.float32, kernels=REFERENCE, **options):
     split = SplitModel(build(family, **options).to(dtype))
     return split, SkinnyBody(FusedBody(split.llama, kernels, "copy"))
@@ -77,7 +80,8 @@ def test_the_kernels_themselves_are_equal_to_the_views(family, dtype):
 
 
 def test_differing_bits_are_found():
-    assert differing_rows(*skinny("llama", kernels=INVARIANT)) == ""
+    made = partial(skinny, "llama", num_hidden_layers=2)
+    assert differing_rows(*made(kernels=INVARIANT)) == ""
 
     def careless(qkv, keys, values, layout, *rest):
         return INVARIANT.rotate_attend(qkv, keys, values, layout, *rest) * (1 + 1e-6 * layout.most_new)
@@ -85,9 +89,9 @@ def test_differing_bits_are_found():
     def product(hidden, squares, *rest):
         return INVARIANT.norm_product(hidden, squares, *rest) * (1 + 1e-6 * (len(hidden) > 16))
 
-    found = differing_rows(*skinny("llama", kernels=INVARIANT._replace(norm_product=product)))
+    found = differing_rows(*made(kernels=INVARIANT._replace(norm_product=product)))
     assert found == "a row has other bits among 1 rows than among 64"
-    found = differing_rows(*skinny("llama", kernels=INVARIANT._replace(rotate_attend=careless)))
+    found = differing_rows(*made(kernels=INVARIANT._replace(rotate_attend=careless)))
     assert found == "5 tokens of a row have other bits than one by one"
 
 
@@ -99,9 +103,10 @@ def test_the_checks_combine_splits_of_attention():
     def misses_a_split(qkv, keys, values, layout, *rest):
         return INVARIANT.rotate_attend(qkv, keys, values, layout, *rest) * (1 + (layout.most_tokens > SPLIT))
 
-    body = skinny("llama", kernels=INVARIANT._replace(rotate_attend=differs_late))
+    made = partial(skinny, "llama", num_hidden_layers=2)
+    body = made(kernels=INVARIANT._replace(rotate_attend=differs_late))
     assert differing_rows(*body) == "a row has other bits among 1 rows than among 64"
-    assert layers_error(*skinny("llama", kernels=INVARIANT._replace(rotate_attend=misses_a_split))) > MAX_ROUNDINGS
+    assert layers_error(*made(kernels=INVARIANT._replace(rotate_attend=misses_a_split))) > MAX_ROUNDINGS
 
 
 @pytest.mark.parametrize("family", ["gemma", "gemma3_text"])
@@ -192,11 +197,12 @@ FASTER, SLOWER = (2e-3, 1e-3), (1e-3, 2e-3)  # with ten launches, and with five
 @pytest.fixture
 def installed(monkeypatch, tmp_path, caplog):
     """Opens a model, whose replays of the views and of fused layers, then of ten and of five launches, take such
-    seconds; and what was timed so far."""
+    seconds; and what was timed so far. Bits of rows are compared where `kernels` are given."""
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
     timed = list[float]()
 
-    def open_one(*seconds, kernels=INVARIANT, owned=True):
+    def open_one(*seconds, kernels=None, owned=True):
+        monkeypatch.setattr(body_choice, "differing_rows", differing_rows if kernels else lambda *given: "")
         times = chain((2e-3, 1e-3), chain(*seconds), repeat(1.0) if seconds else ())
 
         def measure(recording, device):
@@ -204,10 +210,10 @@ def installed(monkeypatch, tmp_path, caplog):
             timed.append(next(times))
             return timed[-1]
 
-        made = partial(runners.install, make=lambda split: runner_of(split, kernels), measure=measure)
+        made = partial(runners.install, make=lambda split: runner_of(split, kernels or REFERENCE), measure=measure)
         monkeypatch.setattr(targets, "install", made)
         with caplog.at_level(logging.INFO, "selfspec"):
-            return Target(build("llama"), backend="views", owned=owned), len(timed)
+            return Target(small(), backend="views", owned=owned), len(timed)
 
     open_one.fives = list[bool]()  # whether what was timed takes five launches
     return open_one
@@ -242,7 +248,7 @@ def test_weights_are_prefetched_for_as_many_rows_as_it_is_faster(installed, pair
         assert (body.most_rows, body.most_prefetched) == (32, most)
     prompts, params = make_prompts([9, 5]), SamplingParams(max_tokens=8)
     got = tokens_of(decode(target, prompts, Schedule(2, 2), params))
-    assert got == [generate(build("llama"), prompt, 8) for prompt in prompts]
+    assert got == [generate(small(), prompt, 8) for prompt in prompts]
 
 
 class Stream:
@@ -291,7 +297,7 @@ def test_prefetches_run_beside_attention_and_are_awaited_at_the_end(monkeypatch)
 def test_timed_rows_take_the_memory_of_one(monkeypatch):
     made = list[PagedCache]()
     monkeypatch.setattr(body_choice, "PagedCache", lambda *given: made.append(PagedCache(*given)) or made[-1])
-    split = SplitModel(build("llama"))
+    split = SplitModel(small())
     runner = runner_of(split)
     body_choice._token_seconds(split, runner, lambda *given: 0.0, 64)
     assert [one.capacity for one in made] == [128] and not runner.storages._all, "of the model's 128 tokens"

@@ -23,7 +23,7 @@ from tests.cuda.standin import runner_of, with_runner
 from tests.cuda.tape import Failing
 from tests.helpers import Run, engine_of, make_prompts, tokens_of
 from tests.helpers import decode as decoded
-from tests.models import build, tiny
+from tests.models import build
 from tests.target import Target
 
 LIMITS = RoundLimits(longest=15, tokens=256, rows=32)
@@ -64,9 +64,12 @@ class Often(Adaptive):
         return plan
 
 
+small = partial(build, "llama", num_hidden_layers=2)
+
+
 @cache
-def wanted(num_rows):
-    return tokens_of(decoded(tiny("llama"), prompts(num_rows), "plain", PARAMS))
+def wanted(num_rows, make=small):
+    return tokens_of(decoded(Target(make()), prompts(num_rows), "plain", PARAMS))
 
 
 def prompts(num_rows):
@@ -85,7 +88,7 @@ def test_adaptive_makes_no_recording_while_decoding(num_rows, caplog):
     for prompt in prompts(num_rows):
         run.add(prompt, PARAMS)
     run.finish()
-    assert tokens_of(run.outputs) == wanted(num_rows)
+    assert tokens_of(run.outputs) == wanted(num_rows, partial(build, "llama"))
     assert len(policy.kinds) > 5 and any(row.drafted for one in run.rounds for row in one.rows)
     assert graphs.num_recorded == recorded and target.split.runner.refused is None
     del run
@@ -94,8 +97,8 @@ def test_adaptive_makes_no_recording_while_decoding(num_rows, caplog):
 
 
 def test_rounds_of_a_fixed_exit_layer_are_recorded_before_decoding():
-    target = with_runner(Target(build("llama"), backend="views"))
-    run = Run(engine_of(target, Fixed(2, 3), max_num_seqs=3))
+    target = with_runner(Target(small(), backend="views"))
+    run = Run(engine_of(target, Fixed(1, 3), max_num_seqs=3))
     recorded = target.split.runner.graphs.num_recorded
     assert recorded == 6, "plain and drafted rounds of 1, 2 and up to 4 rows"
     for prompt in prompts(3):
@@ -107,9 +110,9 @@ def test_rounds_of_a_fixed_exit_layer_are_recorded_before_decoding():
 @pytest.mark.parametrize(("name", "limit"), [("START_SECONDS", -1.0), ("START_BYTES", 1 << 20)])
 def test_what_is_beyond_the_limits_is_recorded_when_it_is_used(name, limit, caplog, monkeypatch):
     monkeypatch.setattr(runners, name, limit)
-    target = with_runner(Target(build("llama"), backend="views"), num_bytes=1 << 20)
+    target = with_runner(Target(small(), backend="views"), num_bytes=1 << 20)
     with caplog.at_level(logging.INFO, "selfspec"):
-        run = Run(engine_of(target, Fixed(2, 3), max_num_seqs=3))
+        run = Run(engine_of(target, Fixed(1, 3), max_num_seqs=3))
     recorded = target.split.runner.graphs.num_recorded
     assert recorded == (0 if name == "START_SECONDS" else 1)
     assert (recorded == 0) or "; 5 more at their first use" in caplog.text
@@ -120,12 +123,12 @@ def test_what_is_beyond_the_limits_is_recorded_when_it_is_used(name, limit, capl
 
 
 def test_short_memory_ends_what_is_recorded_before_decoding(caplog):
-    target = Target(build("llama"), backend="views")
+    target = Target(small(), backend="views")
     tape = Failing(torch.OutOfMemoryError("no memory"), {4})
     graphs = (runner := runner_of(target.split, tape=tape)).graphs
     target.split.runner = runner
     with caplog.at_level(logging.INFO, "selfspec"):
-        run = Run(engine_of(target, Fixed(2, 3), max_num_seqs=3))
+        run = Run(engine_of(target, Fixed(1, 3), max_num_seqs=3))
     assert len(graphs) == graphs.num_recorded == 3 and "; 3 more at their first use" in caplog.text
     for prompt in prompts(3):
         run.add(prompt, PARAMS)
@@ -134,12 +137,12 @@ def test_short_memory_ends_what_is_recorded_before_decoding(caplog):
 
 
 def test_plain_rounds_of_all_numbers_of_rows_come_first(monkeypatch):
-    target, asked = with_runner(Target(build("llama"), backend="views")), []
+    target, asked = with_runner(Target(small(), backend="views")), []
     monkeypatch.setattr(target.split.runner, "prepare", lambda cache, wanted: asked.extend(wanted))
-    engine_of(target, Fixed(2, 3), max_num_seqs=5)
+    engine_of(target, Fixed(1, 3), max_num_seqs=5)
     assert [(rows, plan.exit_layer) for rows, plan in asked] == [
         *[(rows, None) for rows in (5, 1, 2, 4)],
-        *[(rows, 2) for rows in (5, 1, 2, 4)],
+        *[(rows, 1) for rows in (5, 1, 2, 4)],
     ]
     assert asked[0][1] == Plan(None, (0,) * 5)
 
@@ -165,39 +168,39 @@ def opened(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("seconds", [(2e-3, 1e-3), (1e-3, 2e-3)])
 def test_a_second_start_neither_checks_nor_times_what_was_checked(opened, seconds, caplog):
-    first, count = opened(build("llama"), seconds)
+    first, count = opened(small(), seconds)
     with caplog.at_level(logging.INFO, "selfspec"):
-        again, later = opened(build("llama"), ())
+        again, later = opened(small(), ())
     assert count > 2 and later == count and "checked and chosen before" in caplog.text
     assert again.split.runner is not None and again.split.runner.graphs.num_recorded == 0
     for one in (first, again):
         assert isinstance(one.split.recorded, FusedBody) == (seconds[1] < seconds[0])
-    assert tokens_of(decoded(again, prompts(3), Fixed(2, 3), PARAMS)) == wanted(3)
+    assert tokens_of(decoded(again, prompts(3), Fixed(1, 3), PARAMS)) == wanted(3)
 
 
 def test_other_weights_devices_and_versions_are_checked(opened, monkeypatch):
-    _, count = opened(build("llama"))
-    other = build("llama")
+    _, count = opened(small())
+    other = small()
     other.lm_head.weight.data.mul_(1.5)
     _, of_weights = opened(other)
     assert of_weights == 2 * count
     with monkeypatch.context() as patch:
         patch.setattr("selfspec.loading.target.device_name", lambda device: "cuda: another one")
-        assert opened(build("llama"))[1] == 3 * count
+        assert opened(small())[1] == 3 * count
     with monkeypatch.context() as patch:
         patch.setattr("selfspec.loading.checked.__version__", "0.0.0")
-        assert opened(build("llama"))[1] == 4 * count
-    assert opened(build("llama"))[1] == 4 * count
+        assert opened(small())[1] == 4 * count
+    assert opened(small())[1] == 4 * count
 
 
 def test_a_model_of_the_callers_is_checked_every_time(opened):
-    _, count = opened(build("llama"), owned=False)
-    assert opened(build("llama"), owned=False)[1] == 2 * count
+    _, count = opened(small(), owned=False)
+    assert opened(small(), owned=False)[1] == 2 * count
 
 
 @pytest.mark.parametrize("is_short_for_ever", [False, True])
 def test_a_known_choice_that_memory_is_too_short_for_is_made_anew(opened, monkeypatch, is_short_for_ever):
-    _, count = opened(build("llama"))
+    _, count = opened(small())
     honest, calls = body_choice.fused_body, []
 
     def short(*given):
@@ -207,17 +210,17 @@ def test_a_known_choice_that_memory_is_too_short_for_is_made_anew(opened, monkey
         return honest(*given)
 
     monkeypatch.setattr(body_choice, "fused_body", short)
-    target, later = opened(build("llama"))
+    target, later = opened(small())
     assert len(calls) == 2 and target.split.runner is not None
     if is_short_for_ever:
         assert target.split.recorded is None and later > count
     else:
         assert isinstance(target.split.recorded, FusedBody) and later == 2 * count
-    assert tokens_of(decoded(target, prompts(3), Fixed(2, 3), PARAMS)) == wanted(3)
+    assert tokens_of(decoded(target, prompts(3), Fixed(1, 3), PARAMS)) == wanted(3)
 
 
 def test_layers_that_an_error_refused_are_tried_again(opened):
-    target, count = opened(build("llama"), ())  # no time is measured: it raises
+    target, count = opened(small(), ())  # no time is measured: it raises
     assert target.split.recorded is None and target.split.runner is not None
-    target, later = opened(build("llama"))
+    target, later = opened(small())
     assert later > count and isinstance(target.split.recorded, FusedBody)
