@@ -239,11 +239,17 @@ def refuse_ties(scores):
 
 
 @torch.inference_mode()
-def whole_cache(model, token_ids):
-    """Keys and values `[length, kv_heads, head_dim]` of every layer, from one plain forward of the model."""
-    cache = DynamicCache()
-    model(input_ids=torch.tensor([token_ids]), past_key_values=cache, use_cache=True)
-    return [(layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)) for layer in cache.layers]
+def whole_caches(model, several):
+    """Keys and values `[2, layers, length, kv_heads, head_dim]` of rows of token ids, from one forward of the model.
+
+    Shorter rows are padded at their end, which no token before it sees.
+    """
+    cache, longest = DynamicCache(), max(map(len, several), default=0)
+    if longest == 0:
+        return []
+    model(input_ids=torch.tensor([row + [0] * (longest - len(row)) for row in several]), past_key_values=cache)
+    pair = torch.stack([torch.stack([one.keys, one.values]) for one in cache.layers], 1).transpose(3, 4)
+    return [pair[:, :, at, : len(row)] for at, row in enumerate(several)]
 
 
 # ------------------------------------------------------------------------------------------------------------- audits
@@ -251,21 +257,19 @@ def whole_cache(model, token_ids):
 
 def audit_cache(engine: LLMEngine) -> None:
     """Every row's keys and values, in every layer, are those of a plain forward over its tokens but the last one."""
-    for row in engine.running:
-        if row.num_cached == 0:
-            continue
+    rows = [row for row in engine.running if row.num_cached]
+    for row in rows:
         is_ready = row.num_tokens > row.num_prompt_tokens
         assert row.num_cached == row.num_tokens - 1 if is_ready else row.num_cached < row.num_tokens
-        expected = whole_cache(engine.split.model, row.token_ids[: row.num_cached])
-        assert len(expected) == engine.split.num_layers
-        for layer, (keys, values) in enumerate(expected):
-            got_keys, got_values = engine.cache.read(layer, row.pages, row.num_cached)
-            torch.testing.assert_close(got_keys, keys, rtol=1e-3, atol=1e-4, msg=_where("keys", row, layer))
-            torch.testing.assert_close(got_values, values, rtol=1e-3, atol=1e-4, msg=_where("values", row, layer))
+    expected = whole_caches(engine.split.model, [row.token_ids[: row.num_cached] for row in rows])
+    for row, wanted in zip(rows, expected, strict=True):
+        layers = [engine.cache.read(layer, row.pages, row.num_cached) for layer in range(engine.split.num_layers)]
+        for name, got, own in zip(("keys", "values"), map(torch.stack, zip(*layers, strict=True)), wanted, strict=True):
+            torch.testing.assert_close(got, own, rtol=1e-3, atol=1e-4, msg=_where(name, row))
 
 
-def _where(what: str, row: Sequence, layer: int) -> Callable[[str], str]:
-    return lambda text: f"{what} of row {row.request_id} in layer {layer}: {text}"
+def _where(what: str, row: Sequence) -> Callable[[str], str]:
+    return lambda text: f"{what} of row {row.request_id}, by layer first: {text}"
 
 
 def audit_pages(engine: LLMEngine) -> None:
@@ -308,6 +312,7 @@ class Run:
     def __init__(self, engine: LLMEngine, audit: Audit | None = None) -> None:
         self.engine, self.audit = engine, audit
         self.rounds: list[RoundOutput] = []
+        self._rows: dict[str, list[RowRound]] = {}
         self.sequences: dict[str, Sequence] = {}  # that have ended, by request id
         self._parts: dict[str, list[CompletionOutput]] = {}
         self._num_added = self._num_seen = 0
@@ -322,9 +327,11 @@ class Run:
         for output in self.engine.step(self.rounds.append):
             self._parts.setdefault(output.request_id, []).extend(output.outputs)
         new, self._num_seen = self.rounds[self._num_seen :], len(self.rounds)
-        for row in (row for round_ in new for row in round_.rows if row.finish_reason is not None):
-            assert row.sequence.request_id not in self.sequences, "a request ended twice"
-            self.sequences[row.sequence.request_id] = row.sequence
+        for row in (row for round_ in new for row in round_.rows):
+            self._rows.setdefault(request_id := row.sequence.request_id, []).append(row)
+            if row.finish_reason is not None:
+                assert request_id not in self.sequences, "a request ended twice"
+                self.sequences[request_id] = row.sequence
         audit_pages(self.engine)
         if self.audit is not None:
             self.audit(self.engine)
@@ -365,7 +372,7 @@ class Run:
 
     def rows(self, request_id: str) -> list[RowRound]:
         """What a request got, round by round."""
-        return [row for round_ in self.rounds for row in round_.rows if row.sequence.request_id == request_id]
+        return self._rows.get(request_id, [])
 
 
 def decode(
