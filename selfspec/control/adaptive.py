@@ -153,7 +153,7 @@ class Adaptive(Policy):
         positions = min(SEED_POSITIONS, row.num_tokens - 1)
         budget = SEED_SHARE * row.num_remaining * self.costs.plain_round(1)
         times = self._times_of([row.num_tokens])
-        layers = self._candidates(times).could_pay(self._layers, 1 / times.plain_seconds)
+        layers = self._candidates(times).could_pay(1 / times.plain_seconds)
         count = len(layers)
         while count and self.costs.seed(count, positions) > budget:
             count -= 1
@@ -221,7 +221,7 @@ class Adaptive(Policy):
             longest_found = min(longest, self._most_found)
             lengths = {min(1 << i, longest_found + 1) - 1 for i in range(1, (longest_found + 1).bit_length() + 1)}
             plans += [Plan(LOOKUP, (length,) * num_rows) for length in sorted(lengths - {0})]
-        for drafter in self._drafters.now(measured=False) if self._layers else []:
+        for drafter in self._drafters.now() if self._layers else []:
             for exit_layer in self._layers:
                 for length in recorded_lengths(longest, self._most):
                     plans.append(Plan(exit_layer, (length,) * num_rows, draft_vocab=drafter.draft_vocab))
@@ -261,14 +261,12 @@ class Adaptive(Policy):
             self._is_evidence_new, self._decided_for, self._decided_at = False, (count, self._has_processors), plain
             right, share = self.tracker.estimates()
             evidence = Evidence(right, share, self.tracker.lasting.sum((0, 2)), self._agreement.ratios())
-            now = self.decision
-            candidates = self._candidates(times, self.ledger)
-            for measured in (False, True):
-                candidates = self._candidates(times, self.ledger, measured) if measured else candidates
-                self.decision = decide(now, candidates, self._layers, evidence)
-                if self.decision.drafter.draft_vocab is None:
-                    break
-            self._could_pay = candidates.could_pay(self._layers, self.decision.usual)
+            now, candidates = self.decision, self._candidates(times, self.ledger)
+            self.decision = decide(now, candidates, evidence)
+            while self._drafters.rank(self.decision.drafter):
+                candidates = self._candidates(times, self.ledger)
+                self.decision = decide(now, candidates, evidence)
+            self._could_pay = candidates.could_pay(self.decision.usual)
         else:
             self.decision = self.decision._replace(usual=count / plain)
         self._interval = min(2 * self._interval, MOST_ROUNDS) if count == self._decided_rows else FIRST
@@ -284,9 +282,9 @@ class Adaptive(Policy):
             self._rounds_left = UNKNOWN_ROUNDS
         self._has_probed, self._has_decided = is_unknown, True
 
-    def _candidates(self, times: Times, ledger: Ledger | None = None, measured: bool = False) -> Candidates:
-        drafters = self._drafters.now(self._has_processors, measured)
-        return Candidates(self.costs, times, drafters, self._most, ledger)
+    def _candidates(self, times: Times, ledger: Ledger | None = None) -> Candidates:
+        drafters = self._drafters.now(self._has_processors)
+        return Candidates(self.costs, times, self._layers, drafters, self._most, ledger)
 
     def _set_layers_price(self, plain: float) -> int:
         """Set what rounds that layers draft lose if nothing is accepted.

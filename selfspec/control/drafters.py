@@ -58,12 +58,11 @@ class Drafters:
         self._divisors = VOCAB_DIVISORS if costs.recorded is None else VOCAB_DIVISORS[-1:]
         self._with_dear_heads = [drafter for drafter in self._over_all if _has_dear_head(costs, drafter)]
 
-    def now(self, only_layers: bool = False, measured: bool = True) -> list[Drafter]:
-        """The drafters to choose from.
+    def now(self, only_layers: bool = False) -> list[Drafter]:
+        """The drafters to choose from. The coverage of a draft vocabulary that was not ranked yet is 1 (see `rank`).
 
         Args:
             only_layers: only the layers, over the whole vocabulary.
-            measured: with the coverages of draft vocabularies, whose ranking takes milliseconds; else these are 1.
         """
         if only_layers or self._vocabulary is None:
             return [BY_LAYERS] if only_layers else [*self._over_all]
@@ -71,8 +70,16 @@ class Drafters:
         sizes = [size for size in (text.vocab_size // divisor for divisor in self._divisors) if size >= LEAST_VOCAB]
         if text.focus is not None and text.focus < min(sizes, default=0):
             sizes = [text.focus, *sizes[:-1]]  # as many as before, for recordings
-        vocabs = [(size, self.share(size), text.coverage(size) if measured else 1.0) for size in sizes if dear]
+        covered = [text.coverage(size) if text.has_part(size) else 1.0 for size in sizes if dear]
+        vocabs = [(size, self.share(size), coverage) for size, coverage in zip(sizes, covered, strict=False)]
         return [*self._over_all, *[Drafter(*vocab, one.draft_bits, one.deepest) for vocab in vocabs for one in dear]]
+
+    def rank(self, drafter: Drafter) -> bool:
+        """Rank the vocabulary of a drafter, which takes milliseconds; False if that was done before."""
+        if drafter.draft_vocab is None or self._vocabulary is None or self._vocabulary.has_part(drafter.draft_vocab):
+            return False
+        self._vocabulary.part(drafter.draft_vocab)
+        return True
 
     def share(self, size: int | None) -> float:
         """A draft vocabulary's share of the vocabulary; 1 for None."""

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from selfspec.control.acceptance import Floats
 from selfspec.control.costs import Costs
-from selfspec.control.drafters import BY_LAYERS, MOST, MOST_FOUND, Drafter, recorded_lengths
+from selfspec.control.drafters import BY_LAYERS, MOST, Drafter, recorded_lengths
 from selfspec.control.ledger import Ledger
-from selfspec.control.plan import NUM_BINS, LookupTable, ShadowPlan, SurvivalStop
+from selfspec.control.plan import LookupTable, ShadowPlan, SurvivalStop
 from selfspec.control.times import Times
 from selfspec.core import Plan
 
@@ -29,8 +30,7 @@ EXIT_PRIOR, EXIT_PRIOR_WIDTH, EXIT_PRIOR_WEIGHT = 0.3, 0.5, 24.0
 MIN_LENGTH_SHARE = 0.75  # a stop rule must let drafts of average acceptance reach this share of the expected length
 MIN_SEEN = 12.0  # observations of a layer from which on its copy may draft
 UNKNOWN = 4  # maximum draft length of a layer with fewer observations; of other layers, the number of observations
-CAPS = (1, 2, 3, 4, 6, 9, 13, MOST)  # maximum lengths among the stop rules of a single row
-_LENGTHS, _CAPS = np.arange(1.0, MOST + 1), np.array(CAPS, np.float64)
+_LENGTHS = np.arange(1.0, MOST + 1)
 
 
 class Evidence(NamedTuple):
@@ -85,165 +85,153 @@ class Candidates:
 
     Model of a single row's draft: it continues while confidences are above a bound, up to a maximum length, and ends
     after the first token below, which is verified where that is worth its time; confidences are independent. Model of
-    several rows, and of recorded rounds, which take
-    no less time where a draft stops early: all drafts have the same length.
+    several rows, and of recorded rounds, which take no less time where a draft stops early: all drafts have the same
+    length. Arrays `[drafters, E, ..]` have a line for each of `layers`.
 
     Args:
-        most: maximum draft length in recorded rounds.
-        ledger: rounds that lose more than a stake where nothing is accepted are not chosen; None: all may be.
-
-    Attributes:
-        stakes: of the last `rates`, the same shape: what a round may lose, in seconds. It is the share of the ledger's
-            largest balance by which it grows fastest in the long run (Kelly, 1956): the expected gain over the largest
-            one. So a few rejected drafts do not end those that pay in the mean.
+        layers: exit layers to choose from.
+        most: maximum draft length.
+        ledger: a round may lose at most a stake where nothing is accepted, else it is not chosen; None: any may be.
+            The stake is the share of the ledger's largest balance by which it grows fastest in the long run (Kelly,
+            1956): the expected gain over the largest one. So a few rejected drafts do not end those that pay in the
+            mean.
     """
 
     def __init__(
         self,
         costs: Costs,
         times: Times,
+        layers: Sequence[int],
         drafters: Sequence[Drafter] = (BY_LAYERS,),
         most: int = MOST,
         ledger: Ledger | None = None,
     ) -> None:
-        self.num_rows, self.plain_seconds, self.drafters = times.num_rows, times.plain_seconds, drafters
+        self.num_rows, self.plain_seconds = times.num_rows, times.plain_seconds
+        self.layers, self.drafters = layers, drafters
+        self.lines = np.array(layers, np.int64) - 1
+        """Those of `layers` in arrays over all exit layers."""
         recorded = costs.recorded_length(self.num_rows)
         self.stops_early = recorded is None
         """Whether a draft that stops early takes less time."""
-        self.longest = MOST_FOUND if recorded is None else recorded
-        """Maximum draft length."""
-        self._is_allowed = self.longest >= _LENGTHS
-        if not self.stops_early:
-            self._is_allowed &= np.isin(_LENGTHS, recorded_lengths(self.longest, most))
-        self.stakes: Floats = np.empty(0)
-        self._ledger = ledger
-        self.seconds = np.array([times.drafts(drafter) for drafter in drafters])
-        """`[drafters, L - 1, MOST + 1]`: seconds of rounds in which every row verifies 0, 1, .., `MOST` drafts."""
-        self._verified = np.maximum(self.seconds[:, :, 1] - self.seconds[:, :, 0], 0.0)
-        withdraws = self.num_rows == 1 and self.stops_early
-        self.keep: Floats = self._verified / self.plain_seconds * withdraws
-        """`[drafters, L - 1]`: drafted tokens with a lower acceptance rate are withdrawn; 0: all are verified."""
+        is_allowed = most >= _LENGTHS if recorded is None else np.isin(_LENGTHS, recorded_lengths(recorded, most))
+        deepest = [costs.num_layers if one.deepest is None else one.deepest for one in drafters]
+        self._is_allowed = (self.lines < np.array(deepest)[:, None])[:, :, None] & is_allowed
+        self.seconds = np.array([times.drafts(drafter)[self.lines] for drafter in drafters])
+        """`[drafters, E, MOST + 1]`: seconds of rounds in which every row verifies 0, 1, .., `MOST` drafts."""
+        self._added = np.maximum(self.seconds[:, :, 1:] - self.seconds[:, :, :-1], 0.0)
+        self._withdraws = self.num_rows == 1 and self.stops_early
+        self.keep: Floats = self._added[:, :, 0] / self.plain_seconds * self._withdraws
+        """`[drafters, E]`: drafted tokens with a lower acceptance rate are withdrawn; 0: all are verified."""
+        self._ledger, self._prices = ledger, self.seconds[:, :, 1:] / self.plain_seconds - 1  # in tokens
 
-    def rates(self, right: Floats, share: Floats, coverages: Floats) -> tuple[Floats, Floats]:
-        """Tokens per second of all rows and drafted tokens per row, `[drafters, L - 1, stops]`.
+    def rates(self, right: Floats, share: Floats, coverages: Floats) -> tuple[Floats, Floats, Floats]:
+        """Tokens per second of all rows, drafted tokens per row, and tokens that a row gains by a round.
 
-        For one row a stop is a confidence bin with a maximum length in `CAPS`; else (see the class) it is a length.
+        `[drafters, E, stops, MOST]` each, by maximum draft length in the last dimension. For one row a stop is a bin
+        of confidence, else (see the class) there is one.
 
         Args:
-            right: `[L - 1, bins]`, acceptance rate by bin of confidence.
-            share: `[L - 1, bins]`, share of the picks in each bin.
-            coverages: `[drafters, L - 1]`, factors on `right`.
+            right: `[E, bins]`, acceptance rate by bin of confidence.
+            share: `[E, bins]`, share of the picks in each bin.
+            coverages: `[drafters, E]`, factors on `right`.
         """
-        seconds, drafted_right = self.seconds, right * share * coverages[:, :, None]
-        if self.num_rows > 1 or not self.stops_early:
-            acceptance = np.add.reduce(drafted_right, 2, keepdims=True)
-            kept = 1 + np.add.accumulate(acceptance**_LENGTHS, 2)
-            rounds = seconds[:, :, 1:]
-            rates = self._affordable(kept * self._is_allowed, rounds, rounds, 1 + _LENGTHS)
-            return rates, np.tile(_LENGTHS, (*rates.shape[:2], 1))
-        # P(confidence above the bound), P(above and accepted) of tokens that are verified: [2, drafters, L - 1, bins]
-        is_kept = right * coverages[:, :, None] >= self.keep[:, :, None]
-        likely = np.stack((share * is_kept, drafted_right * is_kept))
-        above = np.minimum(np.add.accumulate(likely[..., ::-1], 3)[..., ::-1], 1 - 1e-6)
-        # Expected tokens of a draft up to its stop, and expected accepted ones.
-        drafted, kept = ((1 - above[..., None] ** _CAPS) / (1 - above[..., None])).reshape(*above.shape[:3], -1)
-        low = drafted.astype(np.int64)  # below `MOST`
-        below, beyond = (np.take_along_axis(seconds, at, 2) for at in (low, low + 1))
-        withdrawn = 1 - np.minimum(likely[0].sum(2), 1)
-        rounds = below + (drafted - low) * (beyond - below) - (self._verified * withdrawn)[:, :, None] * drafted
-        most = np.tile(CAPS, NUM_BINS)  # a draft may go on to its maximum
-        return self._affordable(1 + above[1, ..., :1] * kept, rounds, seconds[:, :, most], 1 + most), drafted
+        right = right * coverages[:, :, None]
+        is_kept = right >= self.keep[:, :, None]
+        # P(confidence above the bound), P(above and accepted) of tokens that are verified: [2, drafters, E, bins]
+        above = np.add.accumulate(np.stack((share * is_kept, share * right * is_kept))[..., ::-1], 3)[..., ::-1]
+        verified, accepted = above[..., :1]
+        if not self._withdraws:
+            above = np.stack((np.ones_like(accepted), accepted))
+        # P(a draft has a further token), P(all before it are accepted), in the last dimension its place.
+        reach = np.empty((*above.shape, MOST))
+        reach[..., :1], reach[..., 1:] = 1.0, above[..., None]
+        reach = np.multiply.accumulate(reach, 4)
+        drafted, kept = np.add.accumulate(reach, 4)
+        added = self._added - self._added[:, :, :1] * (1 - verified)
+        rounds = self.seconds[:, :, None, :1] + np.add.accumulate(reach[0] * added[:, :, None], 3)
+        tokens = 1 + accepted[..., None] * kept
+        gains = tokens - rounds / self.plain_seconds
+        is_allowed = self._is_allowed[:, :, None]
+        if self._ledger is not None:
+            is_allowed = is_allowed & (gains >= self._least_gains(self._ledger)[:, :, None])
+        return np.where(is_allowed, self.num_rows * tokens / rounds, 0.0), drafted, gains
 
-    def _affordable(self, kept: Floats, rounds: Floats, longest: Floats, most: Floats) -> Floats:
-        """Tokens per second, 0 where a stake is exceeded.
+    def _least_gains(self, ledger: Ledger) -> Floats:
+        """`[drafters, E, MOST]`: the tokens that a round of this maximum length must gain to be within its stake."""
+        most, least = ledger.most / self.plain_seconds, ledger.least_stake / self.plain_seconds
+        gains = np.where(self._prices > least, self._prices * self._largest_gains() / most, -math.inf)
+        return np.where(self._prices > most, math.inf, gains)
 
-        Args:
-            kept: expected tokens of a row.
-            rounds: expected seconds.
-            longest: seconds of rounds with the longest drafts.
-            most: tokens of a row if all of these are accepted.
-        """
-        rates = self.num_rows * kept / rounds
+    def _largest_gains(self) -> Floats:
+        return np.maximum(_LENGTHS - self._prices, 1e-9)
+
+    def stake(self, gain: float, at: int, line: int, length: int) -> float:
+        """Seconds that a round may lose that gains `gain` tokens per row and has this maximum length."""
         if self._ledger is None:
-            self.stakes = np.full(rates.shape, math.inf)
-            return rates
-        prices = longest / self.plain_seconds - 1
-        gains = kept - rounds / self.plain_seconds
-        shares = np.minimum(np.maximum(gains, 0) / np.maximum(most - 1 - prices, 1e-9), 1)
-        self.stakes = np.maximum(shares * self._ledger.most, self._ledger.least_stake)
-        is_covered = self.plain_seconds * prices <= self.stakes
-        return np.where(is_covered, rates, 0.0)
+            return math.inf
+        share = min(1.0, max(0.0, gain) / float(self._largest_gains()[at, line, length - 1]))
+        return max(share * self._ledger.most, self._ledger.least_stake)
+
+    def could_pay(self, rate: float) -> tuple[int, ...]:
+        """The layers with more than `rate` tokens per second at an acceptance rate of 1. Others are not probed."""
+        limits = self.limits() > rate
+        return tuple([layer for layer, could in zip(self.layers, limits.tolist(), strict=True) if could])
 
     def limits(self) -> Floats:
-        """Upper bounds of the tokens per second of all rows, `[L - 1]`: with an acceptance rate of 1."""
-        best = np.maximum.reduce(self._is_allowed * (1 + _LENGTHS) / self.seconds[:, :, 1:], 2)
-        for line, drafter in zip(best, self.drafters, strict=True):
-            if drafter.deepest is not None:
-                line[drafter.deepest :] = 0
-        return np.asarray(self.num_rows * best.max(0))
-
-    def could_pay(self, layers: Sequence[int], rate: float) -> tuple[int, ...]:
-        """The layers with more than `rate` tokens per second at an acceptance rate of 1. Others are not probed."""
-        limits = self.limits()
-        return tuple([layer for layer in layers if limits[layer - 1] > rate])
+        """Upper bounds of the tokens per second of all rows, `[E]`: with an acceptance rate of 1."""
+        limits = self._is_allowed * (1 + _LENGTHS) / self.seconds[:, :, 1:]
+        return np.asarray(self.num_rows * np.maximum.reduce(limits, (0, 2)))
 
 
-def decide(now: Decision, candidates: Candidates, layers: Sequence[int], evidence: Evidence) -> Decision:
+def decide(now: Decision, candidates: Candidates, evidence: Evidence) -> Decision:
     """Choose drafter, exit layer and stop rule, or plain decoding.
 
     Args:
         now: the decision before, which others must exceed by a margin where rounds are recorded.
-        layers: exit layers to choose from.
     """
-    drafters = candidates.drafters
-    coverages = np.array([[drafter.coverage] for drafter in drafters]).repeat(len(evidence.right), 1)
-    coverages[[drafter.by_copies for drafter in drafters]] *= evidence.agreement
-    rates, drafted = candidates.rates(evidence.right, evidence.share, coverages)
-    expected = np.maximum.reduce(rates, 2)
+    prior = _exit_prior(evidence.seen)
+    prior, *of_layers = [statistics[candidates.lines] for statistics in (prior, *evidence)]
+    evidence = Evidence(*of_layers)
+    by_copies = [[one.by_copies] for one in candidates.drafters]
+    coverages = np.array([[one.coverage] for one in candidates.drafters]) * np.where(by_copies, evidence.agreement, 1.0)
+    rates, drafted, gains = candidates.rates(evidence.right, evidence.share, coverages)
+    expected = np.maximum.reduce(rates, (2, 3))
     margin = 0.0 if candidates.stops_early else RECORD_MARGIN
     plain = candidates.num_rows / candidates.plain_seconds
-    at, exit_layer = _choose(now, margin, candidates.num_rows, drafters, layers, expected, plain, evidence)
-    line = exit_layer - 1
+    weighted = expected * (1 + prior / candidates.num_rows)  # larger batches soon have observations
+    weighted *= ~(by_copies & (evidence.seen < MIN_SEEN))  # else a wrong token may be the copy's fault or the layer's
+    at, line = _choose(now, margin, candidates, weighted, expected > plain)
     best = float(expected[at, line])
     if best <= plain:
         return Decision(plain, best / plain)
-    stop = int(rates[at, line].argmax())
-    if not candidates.stops_early and (now.exit_layer, now.drafter.key) == (exit_layer, drafters[at].key):
+    stop, place = divmod(int(rates[at, line].argmax()), MOST)
+    if not candidates.stops_early and _is_from(now, candidates, at, line):
         before = now.most - 1
-        if rates[at, line, stop] < (1 + margin) * rates[at, line, before]:
-            stop = before
-    rate, length = float(rates[at, line, stop]), float(drafted[at, line, stop])
+        if rates[at, line, stop, place] < (1 + margin) * rates[at, line, stop, before]:
+            place = before
+    chosen = at, line, stop, place
     right = tuple((evidence.right[line] * coverages[at, line]).tolist())
-    drafting = _drafting(exit_layer, at, rate, length, right, candidates, evidence)
-    return drafting._replace(usual=best, speedup=best / plain, stake=float(candidates.stakes[at, line, stop]))
+    drafting = _drafting(at, line, float(rates[chosen]), float(drafted[chosen]), right, candidates, evidence)
+    stake = candidates.stake(float(gains[chosen]), at, line, place + 1)
+    return drafting._replace(usual=best, speedup=best / plain, stake=stake)
+
+
+def _is_from(now: Decision, candidates: Candidates, at: int, line: int) -> bool:
+    """Whether a decision is for this exit layer and drafter."""
+    return (now.exit_layer, now.drafter.key) == (candidates.layers[line], candidates.drafters[at].key)
 
 
 def _choose(
-    now: Decision,
-    margin: float,
-    num_rows: int,
-    drafters: Sequence[Drafter],
-    layers: Sequence[int],
-    expected: Floats,
-    plain: float,
-    evidence: Evidence,
+    now: Decision, margin: float, candidates: Candidates, weighted: Floats, is_faster: NDArray[np.bool_]
 ) -> tuple[int, int]:
-    """The index of the drafter, and the exit layer."""
-    weighted = expected * (1 + _exit_prior(evidence.seen) / num_rows)  # larger batches soon have observations
-    weighted[:, [e - 1 for e in range(1, weighted.shape[1] + 1) if e not in layers]] = 0
-    for line, drafter in zip(weighted, drafters, strict=True):
-        if drafter.by_copies:  # whether a wrong token is the copy's fault shows only where the layer is known
-            line[evidence.seen < MIN_SEEN] = 0
-        if drafter.deepest is not None:
-            line[drafter.deepest :] = 0
-    faster = weighted * (expected > plain)  # the prior of a slower layer does not stand against these
+    """The places of the drafter and of the exit layer, by tokens per second times the bonus of the prior."""
+    faster = weighted * is_faster  # the prior of a slower layer does not stand against these
     at, line = divmod(int((faster if faster.any() else weighted).argmax()), weighted.shape[1])
-    present = [i for i, drafter in enumerate(drafters) if drafter.key == now.drafter.key]
-    if margin and now.exit_layer is not None and present:
-        before = present[0], now.exit_layer - 1
-        if weighted[at, line] < (1 + margin) * weighted[before]:
-            return present[0], now.exit_layer
-    return at, line + 1
+    if margin:
+        places = [place for place in np.ndindex(weighted.shape) if _is_from(now, candidates, *place)]
+        if places and weighted[at, line] < (1 + margin) * weighted[places[0]]:
+            return places[0]
+    return at, line
 
 
 def _exit_prior(seen: Floats) -> Floats:
@@ -256,22 +244,22 @@ def _exit_prior(seen: Floats) -> Floats:
 
 
 def _drafting(
-    exit_layer: int,
     at: int,
+    line: int,
     rate: float,
     length: float,
     right: tuple[float, ...],
     candidates: Candidates,
     evidence: Evidence,
 ) -> Decision:
-    """The decision for the chosen layer and the drafter `at`.
+    """The decision for the drafter and exit layer in these places.
 
     `right` is its acceptance rate by bin, `rate` its tokens per second.
 
     The stop rule lets drafting continue while the draft's survival exceeds what one more token costs, measured in
     tokens by the rate of the round. Where stopping early saves no time, there is no such rule.
     """
-    line, rows = exit_layer - 1, candidates.num_rows
+    rows, exit_layer = candidates.num_rows, candidates.layers[line]
     drafter, rounds = candidates.drafters[at], candidates.seconds[at, line].tolist()
     decision = Decision(exit_layer=exit_layer, drafter=drafter, length=length, rounds=rounds, most=round(length))
     if not candidates.stops_early:

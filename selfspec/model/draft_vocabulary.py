@@ -135,6 +135,10 @@ class Frequencies:
                 self._parts[size] = Part(self._top(size), 0)
             return self._parts[size]
 
+    def has_part(self, size: int) -> bool:
+        """Whether tokens were ranked for `part`."""
+        return size in self._parts
+
     def coverage(self, size: int) -> float:
         """The share of recent output tokens that were among the `size` most frequent tokens before them."""
         return self.part(size).coverage

@@ -123,7 +123,7 @@ def test_prompts_are_no_longer_probed_once_a_layer_is_known_well():
 
 def test_layers_are_probed_only_where_being_always_right_would_pay():
     costs = even_costs()
-    limits = Candidates(costs, times_of(costs, 1)).limits() * costs.plain_round(1)
+    limits = Candidates(costs, times_of(costs, 1), range(1, LAYERS)).limits() * costs.plain_round(1)
     plans = [round_.plan for round_ in decode(Adaptive(costs), costs, texts(0.8, 1)).rounds if round_.plan.shadow]
     assert any((plan.speedup or 1) > 1.1 * limits[-1] for plan in plans)
     for plan in plans:  # limits fall a little as the context grows

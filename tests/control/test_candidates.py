@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from selfspec.control.drafters import BY_LAYERS, MOST
 from selfspec.control.plan import NUM_BINS, SurvivalStop
-from selfspec.control.planner import CAPS, Candidates
+from selfspec.control.planner import Candidates
 from selfspec.control.times import CONTEXT_STEP
 from tests.control.rounds import LAYERS, even_costs, times_of, with_dear_contexts
 
-ALL = np.ones((1, LAYERS - 1))  # coverages
+ALL, EXITS = np.ones((1, LAYERS - 1)), range(1, LAYERS)  # coverages; exit layers
 contexts = st.integers(0, 14).map(lambda n: (n + 0.5) * CONTEXT_STEP)
 
 
@@ -21,54 +21,52 @@ contexts = st.integers(0, 14).map(lambda n: (n + 0.5) * CONTEXT_STEP)
 @given(st.integers(1, LAYERS - 1), st.sampled_from([1, 4]), contexts)
 def test_the_limit_of_a_layer_is_what_it_promises_if_it_is_always_right(layer, rows, context):
     costs = with_dear_contexts(even_costs())
-    candidates = Candidates(costs, times_of(costs, rows, context))
+    candidates = Candidates(costs, times_of(costs, rows, context), EXITS)
     limit = max(rows * (1 + n) / costs.round(layer, [n] * rows, context) for n in range(1, MOST + 1))
     assert candidates.limits()[layer - 1] == pytest.approx(limit)
-    assert layer in candidates.could_pay(range(1, LAYERS), 0.999 * limit)
-    assert layer not in candidates.could_pay(range(1, LAYERS), 1.001 * limit)
+    assert layer in candidates.could_pay(0.999 * limit)
+    assert layer not in candidates.could_pay(1.001 * limit)
     right = np.ones((LAYERS - 1, NUM_BINS))
     assert candidates.rates(right, right / NUM_BINS, ALL)[0][0, layer - 1].max() <= 1.001 * limit
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 10_000), st.integers(0, NUM_BINS - 1), st.integers(1, LAYERS - 1), st.sampled_from([*CAPS]))
+@given(st.integers(0, 10_000), st.integers(0, NUM_BINS - 1), st.integers(1, LAYERS - 1), st.integers(1, MOST))
 def test_tokens_per_second_of_a_stop_are_what_adding_up_all_drafts_gives(seed, bin_, exit_layer, cap):
     rng = np.random.default_rng(seed)
     right, share = np.sort(rng.random((LAYERS - 1, NUM_BINS)), 1), rng.random((LAYERS - 1, NUM_BINS))
     share /= share.sum(1, keepdims=True)
     costs, line = even_costs(), exit_layer - 1
-    candidates = Candidates(costs, times_of(costs, 1))
-    [rates], [drafted] = candidates.rates(right, share, ALL)
+    candidates = Candidates(costs, times_of(costs, 1), EXITS)
+    [rates], [drafted], _ = candidates.rates(right, share, ALL)
     verified = right[line] >= candidates.keep[0, line]  # others end the draft and are withdrawn
     withdrawn, share = share[line, ~verified].sum(), share * verified
     on, also_right = share[line, bin_:].sum(), (share * right)[line, bin_:].sum()
-    chance, expected, kept = 1.0, 0.0, 0.0
+    rounds = [costs.round(exit_layer, [n]) for n in range(MOST + 1)]
+    none = candidates.seconds[0, line, 0]  # the only drafted token is withdrawn
+    added = rounds[1] - none
+    chance, expected, kept, seconds = 1.0, 0.0, 0.0, 0.0
     for length in range(1, cap + 1):  # the chance that a draft has this many tokens, and that so many are right
         chance_here = chance * (1 - on if length < cap else 1.0)
         expected += length * chance_here
+        seconds += (rounds[length] - length * withdrawn * added) * chance_here
         kept += also_right ** (length - 1) * (share * right)[line].sum()
         chance *= on
-    stop = bin_ * len(CAPS) + CAPS.index(cap)
-    assert drafted[line, stop] == pytest.approx(expected, rel=1e-4)
-    low, part = int(expected), expected - int(expected)
-    fixed = [costs.round(exit_layer, [n]) for n in (low, min(low + 1, MOST))] if low else None
-    if fixed is not None:
-        one = costs.round(exit_layer, [1]) - costs.round(exit_layer, [0]) - costs.withdrawal(exit_layer, 1)
-        seconds = fixed[0] + part * (fixed[1] - fixed[0]) - expected * withdrawn * one
-        assert (1 + kept) / rates[line, stop] == pytest.approx(seconds, rel=1e-3)
+    assert drafted[line, bin_, cap - 1] == pytest.approx(expected, rel=1e-6)
+    assert (1 + kept) / rates[line, bin_, cap - 1] == pytest.approx(seconds, rel=1e-6)
 
 
 def test_tokens_that_do_not_pay_for_their_verification_are_withdrawn():
     costs, line = even_costs(), 1
-    candidates = Candidates(costs, times_of(costs, 1))
+    candidates = Candidates(costs, times_of(costs, 1), EXITS)
     right = np.full((LAYERS - 1, NUM_BINS), 0.9)
     share = np.full((LAYERS - 1, NUM_BINS), 1 / NUM_BINS)
     right[:, : NUM_BINS // 2] = 0.5 * candidates.keep[0, line]
-    [rates], _ = candidates.rates(right, share, ALL)
+    [rates], _, _ = candidates.rates(right, share, ALL)
     candidates.keep[:] = 0
-    [whole], _ = candidates.rates(right, share, ALL)
+    [whole], _, _ = candidates.rates(right, share, ALL)
     assert rates[line].max() > 1.02 * whole[line].max()
-    assert not Candidates(costs, times_of(costs, 4)).keep.any(), "a round of several rows has one length"
+    assert not Candidates(costs, times_of(costs, 4), EXITS).keep.any(), "a round of several rows has one length"
 
 
 @given(st.integers(1, LAYERS - 1), st.integers(0, MOST), st.sampled_from([1, 4]), contexts)

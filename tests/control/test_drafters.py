@@ -37,6 +37,9 @@ class Text:
         self.focus = focus
         self.vocab_size, self.covered = vocab_size, {int(size[1:]): share for size, share in covered.items()}
 
+    def has_part(self, size):
+        return True
+
     def coverage(self, size):
         return self.covered.get(size, 0.0)
 
@@ -175,7 +178,7 @@ def test_copies_draft_over_a_part_of_the_vocabulary_where_their_own_head_is_dear
 def test_rounds_that_copies_draft_in_take_what_the_table_says(rows, share):
     costs = with_dear_contexts(with_copies(even_costs(), 3.0))
     copies, how = Drafter(share=share, draft_bits=4, deepest=4), {"copies": True, "draft_share": share}
-    candidates = Candidates(costs, times_of(costs, rows, 288), [BY_LAYERS, copies])
+    candidates = Candidates(costs, times_of(costs, rows, 288), range(1, LAYERS), [BY_LAYERS, copies])
     for drafted in (1, 5, MOST):
         expected = costs.round(3, [drafted] * rows, 288, **how)
         assert candidates.seconds[1, 2, drafted] == pytest.approx(expected)

@@ -7,9 +7,8 @@ import pytest
 from selfspec.control.adaptive import Adaptive
 from selfspec.control.costs import Costs, RoundLimits
 from selfspec.control.drafters import RECORDED_LENGTHS, recorded_exits
-from selfspec.control.planner import Candidates
 from selfspec.core import LOOKUP, Plan
-from tests.control.rounds import Match, Tally, costs, play, sequence, settled, times_of
+from tests.control.rounds import Match, Tally, costs, play, sequence, settled
 
 LIMITS = RoundLimits(longest=15, tokens=64, rows=4)
 
@@ -75,7 +74,6 @@ def test_more_rows_than_are_recorded_do_not_draft(num_rows, longest):
     tallies = [Tally(50, (50,) * 10, (50,) * 10)] * 9
     rows = [sequence(i, lookup=Match(40, tallies)) for i in range(num_rows)]
     plan = settled(policy, *rows).plan(rows)
-    assert Candidates(recorded(), times_of(recorded(), num_rows)).longest == longest
     assert max(plan.draft_lengths) <= longest and (plan.exit_layer is not None) == (longest > 0)
     if plan.lookups is not None:
         assert 0 < max(max(lengths) for lengths in plan.lookups.lengths) <= longest
