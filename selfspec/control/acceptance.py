@@ -84,8 +84,9 @@ class Decayed:
 class Tracker:
     """Acceptance rate of each layer's picks by confidence. Arrays are `[L - 1, NUM_BINS]`, exit layer e in row e - 1.
 
-    Counts of three half-lives estimate it in turn, from the longest one on. In each, a layer's rates are those of the
-    longer counts times what it was right over what these expected; bins with many observations have their own rate.
+    Counts of three half-lives estimate it in turn, from the longest one on. In each, the odds of a layer's rates are
+    those of the longer counts times those that it was right over what these expected; bins with many observations have
+    their own rate.
 
     Args:
         prior: the `state` of an earlier tracker of the same model.
@@ -158,13 +159,13 @@ class Tracker:
         """Acceptance rate of each bin, ascending along the bins, and share of the picks in each bin."""
         rates, shares = self._prior, np.full((1, NUM_BINS), 1 / NUM_BINS)
         for kept in reversed(self._kept):
-            hits, misses = kept.now()
-            seen = hits + misses
-            counted = np.add.reduce((hits, misses, seen * rates, seen * (1 - rates)), 2, keepdims=True) + LAYER_WEIGHT
-            right, wrong = counted[:2] / counted[2:]  # over what the longer counts expect
-            usual = np.where(right < 1, rates * right, 1 - (1 - rates) * wrong)
-            rates = (hits + BIN_WEIGHT * usual) / (seen + BIN_WEIGHT)
-            shares = (seen + SHARE_WEIGHT * shares) / (np.add.reduce(seen, 1, keepdims=True) + SHARE_WEIGHT)
+            counts = kept.now()
+            seen, expected = counts[0] + counts[1], np.array((rates, 1 - rates))
+            observed = np.add.reduce(counts, 2, keepdims=True)  # [hits and misses, layers, 1]
+            ratios = (observed + LAYER_WEIGHT) / (np.add.reduce(seen * expected, 2, keepdims=True) + LAYER_WEIGHT)
+            right, wrong = expected * ratios
+            rates = (counts[0] + BIN_WEIGHT * right / (right + wrong)) / (seen + BIN_WEIGHT)
+            shares = (seen + SHARE_WEIGHT * shares) / (observed[0] + observed[1] + SHARE_WEIGHT)
         return np.maximum.accumulate(rates, 1), shares
 
     def state(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +31,7 @@ EXIT_PRIOR, EXIT_PRIOR_WIDTH, EXIT_PRIOR_WEIGHT = 0.3, 0.5, 24.0
 MIN_LENGTH_SHARE = 0.75  # a stop rule must let drafts of average acceptance reach this share of the expected length
 MIN_SEEN = 12.0  # observations of a layer from which on its copy may draft
 UNKNOWN = 4  # maximum draft length of a layer with fewer observations; of other layers, the number of observations
+FINALISTS = 8  # candidates of which all stop rules are compared
 _LENGTHS = np.arange(1.0, MOST + 1)
 
 
@@ -86,7 +88,7 @@ class Candidates:
     Model of a single row's draft: it continues while confidences are above a bound, up to a maximum length, and ends
     after the first token below, which is verified where that is worth its time; confidences are independent. Model of
     several rows, and of recorded rounds, which take no less time where a draft stops early: all drafts have the same
-    length. Arrays `[drafters, E, ..]` have a line for each of `layers`.
+    length. A candidate is a drafter and an exit layer; arrays `[C, ..]` have a line for each.
 
     Args:
         layers: exit layers to choose from.
@@ -106,81 +108,84 @@ class Candidates:
         most: int = MOST,
         ledger: Ledger | None = None,
     ) -> None:
-        self.num_rows, self.plain_seconds = times.num_rows, times.plain_seconds
-        self.layers, self.drafters = layers, drafters
-        self.lines = np.array(layers, np.int64) - 1
-        """Those of `layers` in arrays over all exit layers."""
+        self.num_rows, self.plain_seconds, self._ledger = times.num_rows, times.plain_seconds, ledger
         recorded = costs.recorded_length(self.num_rows)
         self.stops_early = recorded is None
         """Whether a draft that stops early takes less time."""
-        is_allowed = most >= _LENGTHS if recorded is None else np.isin(_LENGTHS, recorded_lengths(recorded, most))
-        deepest = [costs.num_layers if one.deepest is None else one.deepest for one in drafters]
-        self._is_allowed = (self.lines < np.array(deepest)[:, None])[:, :, None] & is_allowed
-        self.seconds = np.array([times.drafts(drafter)[self.lines] for drafter in drafters])
-        """`[drafters, E, MOST + 1]`: seconds of rounds in which every row verifies 0, 1, .., `MOST` drafts."""
-        self._added = np.maximum(self.seconds[:, :, 1:] - self.seconds[:, :, :-1], 0.0)
-        self._withdraws = self.num_rows == 1 and self.stops_early
-        self.keep: Floats = self._added[:, :, 0] / self.plain_seconds * self._withdraws
-        """`[drafters, E]`: drafted tokens with a lower acceptance rate are withdrawn; 0: all are verified."""
-        self._ledger, self._prices = ledger, self.seconds[:, :, 1:] / self.plain_seconds - 1  # in tokens
+        self._is_allowed = most >= _LENGTHS if recorded is None else np.isin(_LENGTHS, recorded_lengths(recorded, most))
+        own = [[layer for layer in layers if one.deepest is None or layer <= one.deepest] for one in drafters]
+        self.pairs = [(one, layer) for one, of_one in zip(drafters, own, strict=True) for layer in of_one]
+        seconds = [times.drafts(one)[np.array(of_one) - 1] for one, of_one in zip(drafters, own, strict=True) if of_one]
+        self._set(np.concatenate(seconds))
 
-    def rates(self, right: Floats, share: Floats, coverages: Floats) -> tuple[Floats, Floats, Floats]:
+    def _set(self, seconds: Floats) -> None:
+        self.seconds = seconds
+        """`[C, MOST + 1]`: seconds of rounds in which every row verifies 0, 1, .., `MOST` drafts."""
+        self.lines = np.array([layer - 1 for _, layer in self.pairs])
+        """Their places in arrays over all exit layers."""
+        self._added = np.maximum(seconds[:, 1:] - seconds[:, :-1], 0.0)
+        self.keep: Floats = self._added[:, 0] / self.plain_seconds * (self.num_rows == 1 and self.stops_early)
+        """`[C]`: drafted tokens with a lower acceptance rate are withdrawn; 0: all are verified."""
+        self._prices = seconds[:, 1:] / self.plain_seconds - 1  # in tokens
+        self._largest_gains = np.maximum(_LENGTHS - self._prices, 1e-9)
+
+    def some(self, places: NDArray[np.int64]) -> Candidates:
+        """The candidates in these places."""
+        chosen = copy(self)
+        chosen.pairs = [self.pairs[at] for at in places]
+        chosen._set(self.seconds[places])
+        return chosen
+
+    def rates(self, right: Floats, share: Floats, has_stops: bool) -> tuple[Floats, Floats, Floats]:
         """Tokens per second of all rows, drafted tokens per row, and tokens that a row gains by a round.
 
-        `[drafters, E, stops, MOST]` each, by maximum draft length in the last dimension. For one row a stop is a bin
-        of confidence, else (see the class) there is one.
+        `[C, stops, MOST]` each, by maximum draft length in the last dimension. A stop is a bin of confidence; without
+        stops there is one, at which all drafts have the maximum length.
 
         Args:
-            right: `[E, bins]`, acceptance rate by bin of confidence.
-            share: `[E, bins]`, share of the picks in each bin.
-            coverages: `[drafters, E]`, factors on `right`.
+            right: `[C, bins]`, acceptance rate by bin of confidence.
+            share: `[C, bins]`, share of the picks in each bin.
         """
-        right = right * coverages[:, :, None]
-        is_kept = right >= self.keep[:, :, None]
-        # P(confidence above the bound), P(above and accepted) of tokens that are verified: [2, drafters, E, bins]
-        above = np.add.accumulate(np.stack((share * is_kept, share * right * is_kept))[..., ::-1], 3)[..., ::-1]
+        is_kept = right >= self.keep[:, None]
+        # P(confidence above the bound), P(above and accepted) of tokens that are verified: [2, C, bins]
+        above = np.add.accumulate(np.array((share * is_kept, share * right * is_kept))[..., ::-1], 2)[..., ::-1]
         verified, accepted = above[..., :1]
-        if not self._withdraws:
-            above = np.stack((np.ones_like(accepted), accepted))
+        if not has_stops:
+            above = np.array((np.ones_like(accepted), accepted))
         # P(a draft has a further token), P(all before it are accepted), in the last dimension its place.
         reach = np.empty((*above.shape, MOST))
         reach[..., :1], reach[..., 1:] = 1.0, above[..., None]
-        reach = np.multiply.accumulate(reach, 4)
-        drafted, kept = np.add.accumulate(reach, 4)
-        added = self._added - self._added[:, :, :1] * (1 - verified)
-        rounds = self.seconds[:, :, None, :1] + np.add.accumulate(reach[0] * added[:, :, None], 3)
+        reach = np.multiply.accumulate(reach, 3)
+        drafted, kept = np.add.accumulate(reach, 3)
+        added = self._added - self._added[:, :1] * (1 - verified)
+        rounds = self.seconds[:, None, :1] + np.add.accumulate(reach[0] * added[:, None], 2)
         tokens = 1 + accepted[..., None] * kept
         gains = tokens - rounds / self.plain_seconds
-        is_allowed = self._is_allowed[:, :, None]
-        if self._ledger is not None:
-            is_allowed = is_allowed & (gains >= self._least_gains(self._ledger)[:, :, None])
-        return np.where(is_allowed, self.num_rows * tokens / rounds, 0.0), drafted, gains
+        return self.num_rows * tokens / rounds, drafted, gains
 
-    def _least_gains(self, ledger: Ledger) -> Floats:
-        """`[drafters, E, MOST]`: the tokens that a round of this maximum length must gain to be within its stake."""
-        most, least = ledger.most / self.plain_seconds, ledger.least_stake / self.plain_seconds
-        gains = np.where(self._prices > least, self._prices * self._largest_gains() / most, -math.inf)
-        return np.where(self._prices > most, math.inf, gains)
+    def is_covered(self, gains: Floats) -> NDArray[np.bool_]:
+        """Whether rounds that gain so many tokens, `[C, stops, MOST]`, are within their stakes."""
+        if self._ledger is None:
+            return np.broadcast_to(self._is_allowed, gains.shape)
+        most, least = self._ledger.most / self.plain_seconds, self._ledger.least_stake / self.plain_seconds
+        needed = np.where(self._prices > least, self._prices * self._largest_gains / most, -math.inf)
+        return (gains >= needed[:, None]) & (self._is_allowed & (self._prices <= max(most, least)))[:, None]
 
-    def _largest_gains(self) -> Floats:
-        return np.maximum(_LENGTHS - self._prices, 1e-9)
-
-    def stake(self, gain: float, at: int, line: int, length: int) -> float:
+    def stake(self, gain: float, at: int, length: int) -> float:
         """Seconds that a round may lose that gains `gain` tokens per row and has this maximum length."""
         if self._ledger is None:
             return math.inf
-        share = min(1.0, max(0.0, gain) / float(self._largest_gains()[at, line, length - 1]))
+        share = min(1.0, max(0.0, gain) / float(self._largest_gains[at, length - 1]))
         return max(share * self._ledger.most, self._ledger.least_stake)
+
+    def limits(self) -> Floats:
+        """Upper bounds of the tokens per second of all rows, `[C]`: with an acceptance rate of 1."""
+        limits = self._is_allowed * (1 + _LENGTHS) / self.seconds[:, 1:]
+        return np.asarray(self.num_rows * np.maximum.reduce(limits, 1))
 
     def could_pay(self, rate: float) -> tuple[int, ...]:
         """The layers with more than `rate` tokens per second at an acceptance rate of 1. Others are not probed."""
-        limits = self.limits() > rate
-        return tuple([layer for layer, could in zip(self.layers, limits.tolist(), strict=True) if could])
-
-    def limits(self) -> Floats:
-        """Upper bounds of the tokens per second of all rows, `[E]`: with an acceptance rate of 1."""
-        limits = self._is_allowed * (1 + _LENGTHS) / self.seconds[:, :, 1:]
-        return np.asarray(self.num_rows * np.maximum.reduce(limits, (0, 2)))
+        return tuple(sorted({int(line) + 1 for line in self.lines[self.limits() > rate]}))
 
 
 def decide(now: Decision, candidates: Candidates, evidence: Evidence) -> Decision:
@@ -189,91 +194,93 @@ def decide(now: Decision, candidates: Candidates, evidence: Evidence) -> Decisio
     Args:
         now: the decision before, which others must exceed by a margin where rounds are recorded.
     """
-    prior = _exit_prior(evidence.seen)
-    prior, *of_layers = [statistics[candidates.lines] for statistics in (prior, *evidence)]
-    evidence = Evidence(*of_layers)
-    by_copies = [[one.by_copies] for one in candidates.drafters]
-    coverages = np.array([[one.coverage] for one in candidates.drafters]) * np.where(by_copies, evidence.agreement, 1.0)
-    rates, drafted, gains = candidates.rates(evidence.right, evidence.share, coverages)
-    expected = np.maximum.reduce(rates, (2, 3))
+    lines, rows = candidates.lines, candidates.num_rows
+    by_copies = np.array([drafter.by_copies for drafter, _ in candidates.pairs])
+    coverages = np.array([drafter.coverage for drafter, _ in candidates.pairs])
+    coverages *= np.where(by_copies, evidence.agreement[lines], 1.0)
+    right, share, seen = evidence.right[lines] * coverages[:, None], evidence.share[lines], evidence.seen[lines]
+    weights = 1 + _exit_prior(lines + 1, len(evidence.seen) + 1, seen) / rows  # larger batches soon have observations
+    weights *= ~(by_copies & (seen < MIN_SEEN))  # else a wrong token may be the copy's fault or the layer's
+    has_stops = rows == 1 and candidates.stops_early
+    if has_stops and len(lines) > FINALISTS:
+        rates, _, gains = candidates.rates(right, share, False)
+        rates *= candidates.is_covered(np.full_like(gains, math.inf))
+        places = np.sort(np.argsort(weights * np.maximum.reduce(rates, (1, 2)))[-FINALISTS:])
+        candidates = candidates.some(places)
+        right, share, seen, weights = (one[places] for one in (right, share, seen, weights))
+    rates, drafted, gains = candidates.rates(right, share, has_stops)
+    rates *= candidates.is_covered(gains)
+    expected = np.maximum.reduce(rates, (1, 2))
     margin = 0.0 if candidates.stops_early else RECORD_MARGIN
-    plain = candidates.num_rows / candidates.plain_seconds
-    weighted = expected * (1 + prior / candidates.num_rows)  # larger batches soon have observations
-    weighted *= ~(by_copies & (evidence.seen < MIN_SEEN))  # else a wrong token may be the copy's fault or the layer's
-    at, line = _choose(now, margin, candidates, weighted, expected > plain)
-    best = float(expected[at, line])
+    plain = rows / candidates.plain_seconds
+    at = _choose(now, margin, candidates, weights * expected, expected > plain)
+    best = float(expected[at])
     if best <= plain:
         return Decision(plain, best / plain)
-    stop, place = divmod(int(rates[at, line].argmax()), MOST)
-    if not candidates.stops_early and _is_from(now, candidates, at, line):
-        before = now.most - 1
-        if rates[at, line, stop, place] < (1 + margin) * rates[at, line, stop, before]:
-            place = before
-    chosen = at, line, stop, place
-    right = tuple((evidence.right[line] * coverages[at, line]).tolist())
-    drafting = _drafting(at, line, float(rates[chosen]), float(drafted[chosen]), right, candidates, evidence)
-    stake = candidates.stake(float(gains[chosen]), at, line, place + 1)
+    stop, place = divmod(int(rates[at].argmax()), MOST)
+    if (
+        margin
+        and _is_from(now, candidates.pairs[at])
+        and rates[at, stop, place] < (1 + margin) * rates[at, stop, now.most - 1]
+    ):
+        place = now.most - 1
+    chosen = at, stop, place
+    rate, length = float(rates[chosen]), float(drafted[chosen])
+    drafting = _drafting(candidates, at, rate, length, right[at].tolist(), share[at].tolist(), float(seen[at]))
+    stake = candidates.stake(float(gains[chosen]), at, place + 1)
     return drafting._replace(usual=best, speedup=best / plain, stake=stake)
 
 
-def _is_from(now: Decision, candidates: Candidates, at: int, line: int) -> bool:
-    """Whether a decision is for this exit layer and drafter."""
-    return (now.exit_layer, now.drafter.key) == (candidates.layers[line], candidates.drafters[at].key)
+def _is_from(now: Decision, pair: tuple[Drafter, int]) -> bool:
+    """Whether a decision is for this drafter and exit layer."""
+    return (now.drafter.key, now.exit_layer) == (pair[0].key, pair[1])
 
 
 def _choose(
     now: Decision, margin: float, candidates: Candidates, weighted: Floats, is_faster: NDArray[np.bool_]
-) -> tuple[int, int]:
-    """The places of the drafter and of the exit layer, by tokens per second times the bonus of the prior."""
-    faster = weighted * is_faster  # the prior of a slower layer does not stand against these
-    at, line = divmod(int((faster if faster.any() else weighted).argmax()), weighted.shape[1])
-    if margin:
-        places = [place for place in np.ndindex(weighted.shape) if _is_from(now, candidates, *place)]
-        if places and weighted[at, line] < (1 + margin) * weighted[places[0]]:
-            return places[0]
-    return at, line
+) -> int:
+    """The place of the candidate with the most tokens per second times its weight."""
+    faster = weighted * is_faster  # the weight of a slower one does not stand against these
+    at = int((faster if faster.any() else weighted).argmax())
+    before = [place for place, pair in enumerate(candidates.pairs) if margin and _is_from(now, pair)]
+    return before[0] if before and weighted[at] < (1 + margin) * weighted[before[0]] else at
 
 
-def _exit_prior(seen: Floats) -> Floats:
-    """The relative bonus of every exit layer, `[L - 1]`."""
-    num_layers = len(seen) + 1
-    away = np.log(4 * np.arange(1, num_layers) / num_layers)
-    return np.asarray(
-        EXIT_PRIOR * np.exp(-(away**2) / EXIT_PRIOR_WIDTH) * EXIT_PRIOR_WEIGHT / (EXIT_PRIOR_WEIGHT + seen)
-    )
+def _exit_prior(layers: NDArray[np.int64], num_layers: int, seen: Floats) -> Floats:
+    """The relative bonus of exit layers, `[C]`."""
+    away = np.log(4 * layers / num_layers)
+    bonus = EXIT_PRIOR * np.exp(-(away**2) / EXIT_PRIOR_WIDTH)
+    return np.asarray(bonus * EXIT_PRIOR_WEIGHT / (EXIT_PRIOR_WEIGHT + seen))
 
 
 def _drafting(
+    candidates: Candidates,
     at: int,
-    line: int,
     rate: float,
     length: float,
-    right: tuple[float, ...],
-    candidates: Candidates,
-    evidence: Evidence,
+    right: Sequence[float],
+    share: Sequence[float],
+    seen: float,
 ) -> Decision:
-    """The decision for the drafter and exit layer in these places.
+    """The decision for the candidate in this place.
 
-    `right` is its acceptance rate by bin, `rate` its tokens per second.
+    `right` is its acceptance rate by bin, `share` that of the picks, `rate` its tokens per second.
 
     The stop rule lets drafting continue while the draft's survival exceeds what one more token costs, measured in
     tokens by the rate of the round. Where stopping early saves no time, there is no such rule.
     """
-    rows, exit_layer = candidates.num_rows, candidates.layers[line]
-    drafter, rounds = candidates.drafters[at], candidates.seconds[at, line].tolist()
+    rows, (drafter, exit_layer), rounds = candidates.num_rows, candidates.pairs[at], candidates.seconds[at].tolist()
     decision = Decision(exit_layer=exit_layer, drafter=drafter, length=length, rounds=rounds, most=round(length))
     if not candidates.stops_early:
         return decision
-    acceptance = sum([chance * often for chance, often in zip(right, evidence.share[line].tolist(), strict=True)])
+    acceptance = sum([chance * often for chance, often in zip(right, share, strict=True)])
     value = rate / max(acceptance, 1e-6)  # of a second, in survival
     least, most = value * _one_more(rounds, length, rows), MOST
     if least > acceptance ** (MIN_LENGTH_SHARE * length):  # costs have steps: use the average cost of a token
         each = _each_of(rounds, length, rows, candidates.plain_seconds)
         least, most = min(least, value * each), max(1, math.ceil(length))
-    return decision._replace(
-        stop=SurvivalStop(right, least, float(candidates.keep[at, line])),
-        most=min(most, max(UNKNOWN, int(evidence.seen[line] + 1e-6))),
-    )
+    stop = SurvivalStop(tuple(right), least, float(candidates.keep[at]))
+    return decision._replace(stop=stop, most=min(most, max(UNKNOWN, int(seen + 1e-6))))
 
 
 def _one_more(rounds: Sequence[float], drafted: float, num_rows: int) -> float:

@@ -13,7 +13,7 @@ from selfspec.control.planner import Candidates
 from selfspec.control.times import CONTEXT_STEP
 from tests.control.rounds import LAYERS, even_costs, times_of, with_dear_contexts
 
-ALL, EXITS = np.ones((1, LAYERS - 1)), range(1, LAYERS)  # coverages; exit layers
+EXITS = range(1, LAYERS)
 contexts = st.integers(0, 14).map(lambda n: (n + 0.5) * CONTEXT_STEP)
 
 
@@ -27,7 +27,7 @@ def test_the_limit_of_a_layer_is_what_it_promises_if_it_is_always_right(layer, r
     assert layer in candidates.could_pay(0.999 * limit)
     assert layer not in candidates.could_pay(1.001 * limit)
     right = np.ones((LAYERS - 1, NUM_BINS))
-    assert candidates.rates(right, right / NUM_BINS, ALL)[0][0, layer - 1].max() <= 1.001 * limit
+    assert candidates.rates(right, right / NUM_BINS, rows == 1)[0][layer - 1].max() <= 1.001 * limit
 
 
 @settings(max_examples=25, deadline=None)
@@ -38,12 +38,12 @@ def test_tokens_per_second_of_a_stop_are_what_adding_up_all_drafts_gives(seed, b
     share /= share.sum(1, keepdims=True)
     costs, line = even_costs(), exit_layer - 1
     candidates = Candidates(costs, times_of(costs, 1), EXITS)
-    [rates], [drafted], _ = candidates.rates(right, share, ALL)
-    verified = right[line] >= candidates.keep[0, line]  # others end the draft and are withdrawn
+    rates, drafted, _ = candidates.rates(right, share, True)
+    verified = right[line] >= candidates.keep[line]  # others end the draft and are withdrawn
     withdrawn, share = share[line, ~verified].sum(), share * verified
     on, also_right = share[line, bin_:].sum(), (share * right)[line, bin_:].sum()
     rounds = [costs.round(exit_layer, [n]) for n in range(MOST + 1)]
-    none = candidates.seconds[0, line, 0]  # the only drafted token is withdrawn
+    none = candidates.seconds[line, 0]  # the only drafted token is withdrawn
     added = rounds[1] - none
     chance, expected, kept, seconds = 1.0, 0.0, 0.0, 0.0
     for length in range(1, cap + 1):  # the chance that a draft has this many tokens, and that so many are right
@@ -61,10 +61,10 @@ def test_tokens_that_do_not_pay_for_their_verification_are_withdrawn():
     candidates = Candidates(costs, times_of(costs, 1), EXITS)
     right = np.full((LAYERS - 1, NUM_BINS), 0.9)
     share = np.full((LAYERS - 1, NUM_BINS), 1 / NUM_BINS)
-    right[:, : NUM_BINS // 2] = 0.5 * candidates.keep[0, line]
-    [rates], _, _ = candidates.rates(right, share, ALL)
+    right[:, : NUM_BINS // 2] = 0.5 * candidates.keep[line]
+    rates, _, _ = candidates.rates(right, share, True)
     candidates.keep[:] = 0
-    [whole], _, _ = candidates.rates(right, share, ALL)
+    whole, _, _ = candidates.rates(right, share, True)
     assert rates[line].max() > 1.02 * whole[line].max()
     assert not Candidates(costs, times_of(costs, 4), EXITS).keep.any(), "a round of several rows has one length"
 
