@@ -84,9 +84,8 @@ class Decayed:
 class Tracker:
     """Acceptance rate of each layer's picks by confidence. Arrays are `[L - 1, NUM_BINS]`, exit layer e in row e - 1.
 
-    Counts of three half-lives estimate it in turn, from the longest one on. In each, the odds of a layer's rates are
-    those of the longer counts times those that it was right over what these expected; bins with many observations have
-    their own rate.
+    Counts of three half-lives estimate it in turn, from the longest one on. In each, a layer's rates are those of the
+    longer counts times what it was right over what these expected; bins with many observations have their own rate.
 
     Args:
         prior: the `state` of an earlier tracker of the same model.
@@ -164,7 +163,8 @@ class Tracker:
             observed = np.add.reduce(counts, 2, keepdims=True)  # [hits and misses, layers, 1]
             ratios = (observed + LAYER_WEIGHT) / (np.add.reduce(seen * expected, 2, keepdims=True) + LAYER_WEIGHT)
             right, wrong = expected * ratios
-            rates = (counts[0] + BIN_WEIGHT * right / (right + wrong)) / (seen + BIN_WEIGHT)
+            usual = np.where(ratios[0] < 1, right, 1 - wrong)
+            rates = (counts[0] + BIN_WEIGHT * usual) / (seen + BIN_WEIGHT)
             shares = (seen + SHARE_WEIGHT * shares) / (observed[0] + observed[1] + SHARE_WEIGHT)
         return np.maximum.accumulate(rates, 1), shares
 

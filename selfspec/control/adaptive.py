@@ -33,7 +33,7 @@ from selfspec.control.plan import (
     confidence_bins,
 )
 from selfspec.control.planner import Candidates, Decision, Evidence, decide
-from selfspec.control.times import MOST_OFF, PLAIN_WINDOWS, AllTimes, Times
+from selfspec.control.times import MOST_OFF, PLAIN_READINGS, PLAIN_WINDOWS, AllTimes, Times
 from selfspec.core import LOOKUP, Plan, RoundOutput, RowRound, Sequence, ShadowPicks
 from selfspec.params import DRAFTERS
 
@@ -355,7 +355,8 @@ class Adaptive(Policy):
         if self._has_decided:
             self._decision_seconds += (SMOOTHING if self._decision_seconds else 1.0) * (own - self._decision_seconds)
             self._pause = math.ceil(self._decision_seconds / (DECISION_SHARE * self.ledger.plain_seconds)) - len(rounds)
-            self.ledger = self.ledger.entered(-own if self._is_extra else 0.0)
+        if self._is_extra or not self._has_decided:
+            self.ledger = self.ledger.entered(-own)
 
     def _pass(self, rounds: list[RoundOutput]) -> Times:
         """Let the time of rounds pass; the times of rounds like these."""
@@ -373,8 +374,8 @@ class Adaptive(Policy):
         """Count rounds in which nothing was drafted or probed, all at once."""
         before, times = self._all_times.seconds, self._pass(rounds)
         times.plain_at = self._all_times.seconds
-        for round_ in rounds[is_first and times.measured_plain is not None :]:
-            times.add_plain(round_.seconds.decoding)
+        counted = rounds[is_first and times.measured_plain is not None :]
+        times.add_plain([round_.seconds.decoding for round_ in counted[-PLAIN_READINGS:]])
         ledger = self.ledger._replace(plain_seconds=times.plain_seconds)
         self.ledger = ledger.entered(SHARE * (self._all_times.seconds - before))
 
@@ -388,7 +389,7 @@ class Adaptive(Policy):
         if exit_layer is None:
             times.plain_at = self._all_times.seconds
             if not is_first or times.measured_plain is None:
-                times.add_plain(took)
+                times.add_plain([took])
         elif exit_layer == LOOKUP:
             expected = plain + prices[min(num_drafted, len(prices) - 1)]
             times.add_lookup(num_drafted, min(took, MOST_OFF * expected))

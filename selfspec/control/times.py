@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -69,10 +70,10 @@ class Times:
         """Seconds of a plain round, calibrated before one was measured."""
         return self.measured_plain or self._calibrated_plain
 
-    def add_plain(self, seconds: float) -> None:
-        """Count a plain round."""
-        if seconds > 0:
-            self._plain.append(seconds)
+    def add_plain(self, seconds: Iterable[float]) -> None:
+        """Count plain rounds."""
+        self._plain.extend([one for one in seconds if one > 0])
+        if self._plain:
             self.measured_plain = sorted(self._plain)[len(self._plain) // 4]
 
     def add_lookup(self, num_drafted: int, seconds: float) -> None:
@@ -117,14 +118,12 @@ class Times:
 
         Where none is verified, the only one is withdrawn.
         """
-        relative = self._calibrated_drafts(drafter) / self._calibrated_plain
+        relative = self._calibrated_drafts(drafter)
         if drafter.key in self._drafts:
             ratios, readings = self._drafts[drafter.key].now()
             expected = readings * relative
             of_layer = _factor(ratios.sum(1), expected.sum(1), _factor(ratios, expected))
             relative = (ratios + CALIBRATED * relative * of_layer[:, None]) / (readings + CALIBRATED)
-        judging = drafter.share * self._costs.head(self.num_rows) / self._calibrated_plain
-        relative[:, 0] = np.maximum(relative[:, 0], 1 + judging)  # all of a plain round, and the draft's head
         return self.plain_seconds * relative
 
     def _calibrated_lookups(self) -> Floats:
@@ -139,7 +138,7 @@ class Times:
         return np.asarray(grid + first + (costs.reading(rows, self._context, 2) - first) * drafted)
 
     def _calibrated_drafts(self, drafter: Drafter) -> Floats:
-        """`drafts`, calibrated."""
+        """`drafts` over the time of a plain round, calibrated."""
         key = drafter.share, drafter.by_copies
         if key not in self._grids:
             costs, rows = self._costs, self.num_rows
@@ -148,12 +147,14 @@ class Times:
                 terms = costs.cache["drafts", rows, key[1]] = _terms(costs, rows, key[1])
             first = costs.reading(rows, self._context)
             factors = np.array((1.0, drafter.share, first, costs.reading(rows, self._context, 2) - first))
-            self._grids[key] = np.tensordot(factors, terms, 1)
+            grid = self._grids[key] = np.dot(factors, terms) / self._calibrated_plain
+            judging = drafter.share * costs.head(rows) / self._calibrated_plain
+            grid[:, 0] = np.maximum(grid[:, 0], 1 + judging)  # all of a plain round, and the draft's head
         return self._grids[key]
 
 
 def _terms(costs: Costs, rows: int, copies: bool) -> Floats:
-    """The terms of calibrated rounds, `[4, L - 1, MOST + 1]`, by exit layer and verified drafts per row.
+    """The terms of calibrated rounds, `[L - 1, 4, MOST + 1]`, by exit layer and verified drafts per row.
 
     Fixed seconds; seconds of the draft's heads over the whole vocabulary; passes over all layers of one token per row,
     and of one further token per row.
@@ -167,11 +168,11 @@ def _terms(costs: Costs, rows: int, copies: bool) -> Floats:
     judging = np.minimum(whole, [costs.head(rows * (1 + n)) for n in range(MOST + 1)])
     verified = np.ones((layers - 1, 1)) if copies else 1 - exits / layers
     passes = steps if copies else drafted + 1  # copies do not run over the last drafted token
-    terms = np.empty((4, layers - 1, MOST + 1))
-    terms[0] = passes * bare + verified * (whole - judging) + judging
-    terms[1] = steps * head(rows)
-    terms[2] = passes * exits / layers + verified
-    terms[3] = verified * drafted
+    terms = np.empty((layers - 1, 4, MOST + 1))
+    terms[:, 0] = passes * bare + verified * (whole - judging) + judging
+    terms[:, 1] = steps * head(rows)
+    terms[:, 2] = passes * exits / layers + verified
+    terms[:, 3] = verified * drafted
     return terms
 
 

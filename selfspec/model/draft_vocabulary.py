@@ -150,10 +150,14 @@ class Frequencies:
             return self._top(size)
 
     def _top(self, size: int) -> Tensor:
-        seen = sorted(self._counts, key=lambda token: (-self._counts[token], token))[:size]
-        known = set(seen)
-        rest = (token for token in range(self.vocab_size) if token not in known)
-        return torch.tensor(sorted([*seen, *(next(rest) for _ in range(size - len(seen)))]))
+        seen = torch.tensor(
+            sorted(self._counts, key=lambda token: (-self._counts[token], token))[:size], dtype=torch.int64
+        )
+        is_known = torch.zeros(self.vocab_size, dtype=torch.bool)
+        is_known[seen] = True
+        rest = (~is_known[:size]).nonzero()[: size - len(seen), 0]
+        is_known[rest] = True
+        return is_known.nonzero()[:, 0]
 
 
 class Subset:

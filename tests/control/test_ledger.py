@@ -64,7 +64,7 @@ def test_prices_follow_plain_rounds_between_two_decisions(factor):
     for seconds in (costs.plain_round(1), factor * costs.plain_round(1)):
         times = policy._times_of([row.num_tokens])
         for _ in range(8):
-            times.add_plain(seconds)
+            times.add_plain([seconds])
         policy.plan([row])
         policy.ledger, policy._rounds_left = policy.ledger._replace(balance=0.0), 50
         prices.append(policy.plan([row]).ledger.layers_price / seconds)
@@ -152,16 +152,16 @@ def test_a_machine_that_became_faster_is_noticed_after_a_few_plain_rounds():
     costs = even_costs()
     times = times_of(costs, 1)
     for seconds in [0.002] * 20:
-        times.add_plain(seconds)
+        times.add_plain([seconds])
     for seconds in [0.001] * 2:
-        times.add_plain(seconds)
+        times.add_plain([seconds])
     assert times.plain_seconds == 0.002
-    times.add_plain(0.001)
+    times.add_plain([0.001])
     assert times.plain_seconds == 0.001
     for seconds in [0.002] * 5:
-        times.add_plain(seconds)
+        times.add_plain([seconds])
     assert times.plain_seconds == 0.001, "a delay of a few rounds is none of the machine"
-    times.add_plain(0.002)
+    times.add_plain([0.002])
     assert times.plain_seconds == 0.002
 
 
