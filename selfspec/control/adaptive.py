@@ -203,13 +203,13 @@ class Adaptive(Policy):
             if shadow is not None:
                 return self._probing(shadow, count)
         longest = self._set_layers_price(times.plain_seconds)
-        num_rounds, ledger = max(1, self._rounds_left), self.ledger
-        if self.decision.exit_layer is not None:  # all rounds draft
+        num_rounds, ledger, decision = max(1, self._rounds_left), self.ledger, self.decision
+        if decision.exit_layer is not None and ledger.covers_layers:  # all rounds draft
             num_rounds = max(1, min(num_rounds, math.ceil(plain_in / times.plain_seconds)))
-        if self.decision.exit_layer is not None and not ledger.covers_layers:
+        elif decision.exit_layer is not None:  # what layers need to draft is not prepared before it may be used
             wait = (ledger.layers_price - ledger.balance) / (SHARE * times.plain_seconds)
-            num_rounds = min(num_rounds, max(1, math.ceil(wait)))
-        return self.decision.plan(count, num_rounds, longest, self._lookups, None, ledger)
+            num_rounds, decision = min(num_rounds, max(FIRST, math.ceil(wait))), Decision()
+        return decision.plan(count, num_rounds, longest, self._lookups, None, ledger)
 
     def likely(self, num_rows: int) -> list[Plan]:
         """See `Policy.likely`. Where rounds are recorded, no other recordings serve its plans."""

@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.control.drafters import BY_LAYERS, MOST
+from selfspec.control import planner
+from selfspec.control.drafters import BY_LAYERS, MOST, Drafter
+from selfspec.control.ledger import Ledger
 from selfspec.control.plan import NUM_BINS, SurvivalStop
-from selfspec.control.planner import Candidates
+from selfspec.control.planner import Candidates, Decision, Evidence, decide
 from selfspec.control.times import CONTEXT_STEP
 from tests.control.rounds import LAYERS, even_costs, times_of, with_dear_contexts
 
@@ -85,3 +87,20 @@ def test_rows_draft_on_together_while_their_mean_survival_pays():
     stop = SurvivalStop((0.5,) * NUM_BINS, least=0.4)
     assert stop.goes_on([0.9, 0.1]) and stop.goes_on([0.4])
     assert not stop.goes_on([0.9, 0.1, 0.1]) and not stop.goes_on([0.39])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 10_000), st.floats(0.2, 0.95))
+def test_a_screened_choice_is_as_good_as_one_among_all_stop_rules(seed, acceptance):
+    rng = np.random.default_rng(seed)
+    shape = LAYERS - 1, NUM_BINS
+    right, share = np.sort(rng.beta(8 * acceptance, 8 * (1 - acceptance), shape), 1), rng.random(shape)
+    evidence = Evidence(right, share / share.sum(1, keepdims=True), np.full(LAYERS - 1, 50.0), np.ones(LAYERS - 1))
+    costs = even_costs(head=2e-4)
+    sizes = [BY_LAYERS, *[Drafter(8192 * n, n / 4, 0.8 + n / 20) for n in (1, 2)]]
+    candidates = Candidates(costs, times_of(costs, 1), EXITS, sizes, ledger=Ledger(0.0, costs.plain_round(1)))
+    assert len(candidates.pairs) > planner.FINALISTS
+    screened = decide(Decision(), candidates, evidence).usual
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "FINALISTS", len(candidates.pairs))
+        assert screened >= 0.97 * decide(Decision(), candidates, evidence).usual

@@ -7,10 +7,11 @@ import pytest
 
 from selfspec.control.acceptance import Tracker
 from selfspec.control.adaptive import Adaptive
-from selfspec.control.drafters import BY_LAYERS, MOST, Drafter, Drafters
+from selfspec.control.drafters import BY_LAYERS, MOST, VOCAB_DIVISORS, Drafter, Drafters
 from selfspec.control.plan import SEED_POSITIONS
 from selfspec.control.planner import Candidates
 from selfspec.core import ShadowPicks
+from selfspec.model.draft_vocabulary import Frequencies
 from selfspec.params import DRAFTERS
 from tests.control.rounds import (
     LAYERS,
@@ -246,3 +247,10 @@ def test_wrong_drafts_of_copies_are_no_misses_of_a_layer_that_a_prompt_showed():
     by = [one for one in by if one != "plain"]
     assert by[0] == 4 and by[-1] is None
     assert np.sum(policy.state()["hits"]) > 0 and np.sum(policy.state()["misses"]) == 0
+
+
+def test_a_vocabulary_is_ranked_once_it_may_be_drafted_over():
+    text = Frequencies(VOCAB)
+    assert planned(2e-5, text).draft_vocab is None and not text.has_part(VOCAB // 8)
+    assert planned(DEAR, text).draft_vocab is not None
+    assert any(text.has_part(VOCAB // divisor) for divisor in VOCAB_DIVISORS)

@@ -269,6 +269,7 @@ class Watched(Adaptive):
         self.seen = []
 
     def plan(self, rows):
+        self.ledger = self.ledger._replace(balance=self.ledger.most)  # whatever was lost before
         return replace(super().plan(rows), ledger=None)
 
     def observe(self, plan, rounds):
