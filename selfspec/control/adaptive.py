@@ -355,8 +355,7 @@ class Adaptive(Policy):
         if self._has_decided:
             self._decision_seconds += (SMOOTHING if self._decision_seconds else 1.0) * (own - self._decision_seconds)
             self._pause = math.ceil(self._decision_seconds / (DECISION_SHARE * self.ledger.plain_seconds)) - len(rounds)
-        if self._is_extra or not self._has_decided:
-            self.ledger = self.ledger.entered(-own)
+            self.ledger = self.ledger.entered(-own if self._is_extra else 0.0)
 
     def _pass(self, rounds: list[RoundOutput]) -> Times:
         """Let the time of rounds pass; the times of rounds like these."""

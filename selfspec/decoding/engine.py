@@ -128,9 +128,6 @@ class LLMEngine:
         self._executors = executors_for(split, cache, Picker(split))
         self._executors[0].prepare(policy.likely, self.max_num_seqs)
         self._round_seconds = 0.0  # of the last round
-        self._uncounted = (
-            0.0  # seconds of the steps before that are in no stage of their rounds; those of the next have it
-        )
         self.num_preemptions = 0
         """How often a sequence gave its place up for a while, for want of pages."""
 
@@ -225,7 +222,6 @@ class LLMEngine:
 
     def _step(self, on_round: OnRound | None) -> list[RequestOutput]:
         seconds = StageSeconds()
-        start = seconds.now()
         self._drop_finished()
         if self._rows:  # of aborted requests, and of a step that raised
             self._end_round(RoundOutput(None, [], StageSeconds()))
@@ -240,9 +236,6 @@ class LLMEngine:
             rounds = self._run(ready, plan, deadline, seconds)
             self._policy.observe(plan, rounds)
             self._round_seconds = rounds[-1].seconds.total if rounds else 0.0
-            if rounds:
-                uncounted = seconds.now() - start - sum([round_.seconds.total for round_ in rounds])
-                self._uncounted = max(0.0, self._uncounted + uncounted)
         elif not self._rounds:
             self._report_reading()
             self._end_round(RoundOutput(None, [], seconds))
@@ -258,7 +251,6 @@ class LLMEngine:
         """Run a plan, and give the sequences their tokens round by round; those rounds that ended before an error."""
         vocabulary = self._draft_vocabulary(plan, rows)
         seconds.lap("control")
-        seconds.control += self._uncounted
         executor = next(one for one in self._executors if one.serves(rows, plan))
         rounds = list[RoundOutput]()
         try:

@@ -106,7 +106,7 @@ class Frequencies:
     def add_counts(self, counts: Mapping[int, int]) -> None:
         """Add tokens that occurred so often in other texts; those beyond the vocabulary do not count."""
         with self._lock:
-            known = {token: count for token, count in counts.items() if token < self.vocab_size}
+            known = {token: count for token, count in counts.items() if 0 <= token < self.vocab_size}
             self._counts.update(known)
             self._seen += sum(known.values())
             self._parts = {}

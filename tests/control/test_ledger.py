@@ -246,19 +246,6 @@ def test_executors_draft_only_what_the_ledger_covers(balance):
     assert drafted.exit_layer == (2 if balance else None) and isinstance(drafted, Plan)
 
 
-def test_the_policy_pays_for_its_own_time():
-    costs = even_costs()
-    row = sequence(0, 4000, 50)
-    policy, balances = settled(Adaptive(costs, drafters=["lookup"]), row), []
-    for own in (0.0, 0.0, 0.001):
-        plan = policy.plan([row])
-        policy._has_decided, before = False, policy.ledger.balance
-        took = StageSeconds(verify=costs.plain_round(1), control=own)
-        policy.observe(plan, [RoundOutput(None, [row_round(row, 0, 0)], took, plan)])
-        balances.append(policy.ledger.balance - before)
-    assert balances[1] - balances[2] == pytest.approx(0.001)
-
-
 def test_layers_are_not_planned_before_the_balance_covers_them():
     """What a program of theirs needs, such as a part of the head, takes time to prepare."""
     costs, row = even_costs(), sequence(0, 400, 50)
