@@ -49,6 +49,7 @@ class Replayed:
     seconds: float = 0.0  # of rounds and shadow picks at prompts, without prefill
     plain_seconds: float = 0.0  # of plain decoding for the same tokens in the same batches
     control: float = 0.0  # measured seconds of the policy itself; not part of the other figures
+    observing: float = 0.0  # of them, those of taking the outcomes of the last program
 
     @property
     def num_tokens(self) -> int:
@@ -167,10 +168,12 @@ def run_program(
             if rounds[-1].exit_layer and not ledger.covers_layers:
                 break
     if is_timed:
-        rounds[0].seconds.control += clock.control
-    clock.lap("rest")
+        rounds[0].seconds.control += clock.control + done.observing
+    done.control += clock.control
+    clock = StageSeconds()
     checked.observe(plan, rounds)
     clock.lap("control")
+    done.observing = clock.control
     done.control += clock.control
 
 

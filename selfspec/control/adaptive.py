@@ -342,7 +342,7 @@ class Adaptive(Policy):
     # ------------------------------------------------------------------------------------------------------- learning
 
     def observe(self, plan: Plan, rounds: list[RoundOutput]) -> None:
-        own = sum([round_.seconds.control for round_ in rounds])
+        own, before = sum([round_.seconds.control for round_ in rounds]), self._all_times.seconds
         is_first = len(rounds) > 1  # of several that ran in one call, the first takes longer
         for is_plain, group in groupby(rounds, lambda one: one.exit_layer is None and plan.shadow is None):
             if is_plain:
@@ -356,6 +356,9 @@ class Adaptive(Policy):
             self._decision_seconds += (SMOOTHING if self._decision_seconds else 1.0) * (own - self._decision_seconds)
             self._pause = math.ceil(self._decision_seconds / (DECISION_SHARE * self.ledger.plain_seconds)) - len(rounds)
             self.ledger = self.ledger.entered(-own if self._is_extra else 0.0)
+        else:  # at most half of what plain rounds pay in, so that the balance recovers however short programs are
+            decoding = self._all_times.seconds - before
+            self.ledger = self.ledger.entered(-min(own, SHARE / 2 * decoding))
 
     def _pass(self, rounds: list[RoundOutput]) -> Times:
         """Let the time of rounds pass; the times of rounds like these."""

@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from selfspec.core import RoundOutput
 
 SHARE = 0.0085
-"""The share of decoding time that drafting may lose. Decisions take up to .003 of it in addition."""
+"""The share of decoding time that drafting may lose. Decisions take up to .003 of it in addition. The policy's other
+time is paid by the ledger, with up to half of what plain rounds pay in."""
 LEAST_STAKE = 0.2
 """A round that layers draft may be chosen if it can lose no more than this share of the largest balance."""
 OVERRUN = 1.25

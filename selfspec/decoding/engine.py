@@ -128,6 +128,7 @@ class LLMEngine:
         self._executors = executors_for(split, cache, Picker(split))
         self._executors[0].prepare(policy.likely, self.max_num_seqs)
         self._round_seconds = 0.0  # of the last round
+        self._observing = 0.0  # seconds in which the policy took the last outcomes; they count with the next round
         self.num_preemptions = 0
         """How often a sequence gave its place up for a while, for want of pages."""
 
@@ -234,7 +235,10 @@ class LLMEngine:
             self._policy.policy.set_waiting(self.num_waiting, self._num_joining(ready))
             plan, deadline = self._limited(self._policy.plan(ready), ready)
             rounds = self._run(ready, plan, deadline, seconds)
+            clock = StageSeconds()
             self._policy.observe(plan, rounds)
+            clock.lap("control")
+            self._observing = clock.control
             self._round_seconds = rounds[-1].seconds.total if rounds else 0.0
         elif not self._rounds:
             self._report_reading()
@@ -251,6 +255,7 @@ class LLMEngine:
         """Run a plan, and give the sequences their tokens round by round; those rounds that ended before an error."""
         vocabulary = self._draft_vocabulary(plan, rows)
         seconds.lap("control")
+        seconds.control, self._observing = seconds.control + self._observing, 0.0
         executor = next(one for one in self._executors if one.serves(rows, plan))
         rounds = list[RoundOutput]()
         try:

@@ -254,3 +254,16 @@ def test_layers_are_not_planned_before_the_balance_covers_them():
     policy.ledger = policy.ledger._replace(balance=0.0)
     plan = policy.plan([row])
     assert plan.exit_layer is None and plan.num_rounds > 1
+
+
+@pytest.mark.parametrize(("own", "paid"), [(0.2, 0.2), (0.7, 0.5), (100.0, 0.5)])
+def test_the_ledger_pays_for_the_policy_with_half_of_what_plain_rounds_pay_in(own, paid):
+    """A fixed time of every program is more than the share of a short one: the balance has to recover nevertheless."""
+    costs, row = even_costs(), sequence(0, 4000, 50)
+    policy = settled(Adaptive(costs, drafters=["lookup"]), row)
+    plan = policy.plan([row])
+    policy._has_decided, policy.ledger = False, policy.ledger._replace(balance=0.0)
+    income = SHARE * costs.plain_round(1)
+    took = StageSeconds(verify=costs.plain_round(1), control=own * income)
+    policy.observe(plan, [RoundOutput(None, [row_round(row, 0, 0)], took, plan)])
+    assert policy.ledger.balance == pytest.approx((1 - paid) * income)

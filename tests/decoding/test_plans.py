@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -108,3 +109,18 @@ def test_the_policy_of_the_documentation_drafts_and_changes_no_token():
     [wanted] = llm.with_speculative(SpeculativeConfig(policy="plain")).generate("def mean(values):", params)
     [got] = llm.generate("def mean(values):", params)
     assert got.outputs[0].token_ids == wanted.outputs[0].token_ids and got.outputs[0].stats.num_draft_tokens > 0
+
+
+def test_the_time_in_which_a_policy_takes_outcomes_counts_with_the_next_round():
+    control = []
+
+    class Slow(Policy):
+        def plan(self, rows):
+            return Plan(None, (0,) * len(rows))
+
+        def observe(self, plan, rounds):
+            control.append(rounds[0].seconds.control)
+            time.sleep(0.02)
+
+    generate(Slow(), max_tokens=4)
+    assert all(seconds >= 0.02 for seconds in control[1:]) and len(control) > 2
